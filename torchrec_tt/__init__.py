@@ -1,0 +1,53 @@
+"""Tensor-Train compressed embedding tables for TorchRec.
+
+Names resolve on first use (PEP 562), so importing the package is cheap and never needs TorchRec
+or the compiled operators.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrec_tt.distributed.embeddingbag import (
+        ShardedTTEmbeddingBagCollection as ShardedTTEmbeddingBagCollection,
+    )
+    from torchrec_tt.distributed.embeddingbag import (
+        TTEmbeddingBagCollectionSharder as TTEmbeddingBagCollectionSharder,
+    )
+    from torchrec_tt.distributed.planner.planners import tt_planner as tt_planner
+    from torchrec_tt.modules.embedding_bag import TTEmbeddingBag as TTEmbeddingBag
+    from torchrec_tt.modules.embedding_configs import (
+        TTEmbeddingBagConfig as TTEmbeddingBagConfig,
+    )
+    from torchrec_tt.modules.embedding_modules import (
+        TTEmbeddingBagCollection as TTEmbeddingBagCollection,
+    )
+    from torchrec_tt.tt.factorize import make_shape as make_shape
+    from torchrec_tt.tt.shape import TTShape as TTShape
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "ShardedTTEmbeddingBagCollection": "torchrec_tt.distributed.embeddingbag",
+    "TTEmbeddingBagCollectionSharder": "torchrec_tt.distributed.embeddingbag",
+    "tt_planner": "torchrec_tt.distributed.planner.planners",
+    "TTEmbeddingBag": "torchrec_tt.modules.embedding_bag",
+    "TTEmbeddingBagConfig": "torchrec_tt.modules.embedding_configs",
+    "TTEmbeddingBagCollection": "torchrec_tt.modules.embedding_modules",
+    "make_shape": "torchrec_tt.tt.factorize",
+    "TTShape": "torchrec_tt.tt.shape",
+}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'torchrec_tt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])
