@@ -1,0 +1,200 @@
+#include "call.h"
+
+#include <algorithm>
+
+namespace torchrec_tt {
+namespace {
+
+constexpr double kFlopsPerChunk = 8e6;  // of the forward: 0.1 ms; the overhead of a chunk is 2 us
+constexpr int64_t kMaxChunks = 16;      // of a table: each has its own sums for two cores
+
+template <typename T>
+constexpr ScalarType kScalarType = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
+
+std::vector<int64_t> read_offsets(const Tensor& tensor) {
+  std::vector<int64_t> offsets(tensor.numel());
+  TT_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "offsets must be contiguous and on the CPU");
+  if (is_type(tensor, ScalarType::Long)) {
+    std::copy_n(static_cast<const int64_t*>(tensor.const_data_ptr()), offsets.size(),
+                offsets.begin());
+  } else {
+    TT_CHECK(is_type(tensor, ScalarType::Int), "offsets must be int32 or int64");
+    std::copy_n(static_cast<const int32_t*>(tensor.const_data_ptr()), offsets.size(),
+                offsets.begin());
+  }
+  return offsets;
+}
+
+template <typename T>
+void find_heads(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) {
+  const TTShape& s = table.shape;
+  std::vector<int64_t> digits;
+  for (int64_t q = table.first_prefix; q < table.end_prefix; q++) {
+    const int64_t key = plan.row_keys[plan.prefix_starts[q]] - s.key_base;
+    digits.push_back(key / s.m_last() % s.m_head());
+  }
+  std::vector<int64_t>& heads = table.head_digits;
+  heads = digits;
+  std::sort(heads.begin(), heads.end());
+  heads.erase(std::unique(heads.begin(), heads.end()), heads.end());
+  for (int64_t digit : digits) {
+    table.head_at.push_back(static_cast<int32_t>(
+        std::lower_bound(heads.begin(), heads.end(), digit) - heads.begin()));
+  }
+  table.pair = {s.n[0], s.r[1], s.n[1], s.r[2], s.m[1], table.cores[0], table.cores[1]};
+  table.heads = buffer<T>(heads.size() * table.pair.head_size());
+  for_each_job<T>(heads.size(), 0, [&](int64_t h, T*) {
+    k.head_forward(table.pair, heads[h], table.heads.get() + h * table.pair.head_size());
+  });
+  table.view.head = table.heads.get();
+  table.view.head_at = table.head_at.data() - table.first_prefix;
+}
+
+template <typename T>
+void make_view(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) {
+  const TTShape& s = table.shape;
+  TableView<T>& v = table.view;
+  const int d = s.num_cores;
+  v = {};
+  v.has_mid = d > 2;
+  v.n_head = d == 4 ? s.n[0] * s.n[1] : s.n[0];
+  v.n_mid = d > 2 ? s.n[d - 2] : 1;
+  v.rank = s.rank();
+  v.r_head = d > 2 ? s.r[d - 2] : v.rank;
+  v.ld_rank = round_up(v.rank, k.width);
+  v.n_last = s.n_last();
+  v.m_rows = v.n_head * v.n_mid;
+  v.m_head = s.m_head();
+  v.m_last = s.m_last();
+  v.key_base = s.key_base;
+  v.head = table.cores[0];
+  v.mid = d > 2 ? table.cores[d - 2] : nullptr;
+  v.last = table.cores[d - 1];
+  if (d == 4) find_heads(table, plan, k);
+  if (2 * (table.end_row - table.first_row) >= v.m_last) {
+    table.last_transposed = buffer<T>(v.m_last * v.padded_last_size());
+    for_each_job<T>((v.m_last + 255) / 256, 0, [&](int64_t job, T*) {
+      const int64_t begin = job * 256, end = std::min(v.m_last, begin + 256);
+      k.transpose_last(v, begin, end,
+                       table.last_transposed.get() + begin * v.padded_last_size());
+    });
+    v.last_transposed = table.last_transposed.get();
+  }
+}
+
+template <typename T>
+void take_cores(CallTable<T>& table, const std::vector<Tensor>& cores, size_t first) {
+  for (int k = 0; k < table.shape.num_cores; k++) {
+    TT_CHECK(first + k < cores.size(), "cores must hold every core of every table, got ",
+             cores.size());
+    const Tensor& core = cores[first + k];
+    TT_CHECK(core.is_cpu() && core.is_contiguous() && is_type(core, kScalarType<T>),
+             "cores must be contiguous, on the CPU and of one dtype, core ", first + k, " is not");
+    TT_CHECK(core.dim() == 2 && core.size(0) == table.shape.m[k] &&
+                 core.size(1) == table.shape.slice_size(k),
+             "cores must be [m_k, r_k * n_k * r_{k+1}], core ", first + k, " must be [",
+             table.shape.m[k], ", ", table.shape.slice_size(k), "]");
+    table.cores.push_back(static_cast<T*>(core.mutable_data_ptr()));
+  }
+}
+
+}  // namespace
+
+template <typename T>
+Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>& cores,
+              const Tensor& offsets_tensor, const std::optional<Tensor>& per_sample_weights,
+              const std::vector<int64_t>& tables_flat, const std::vector<int64_t>& feature_tables,
+              const std::string& pooling)
+    : features(feature_tables, decode_tables(tables_flat), offsets_tensor.numel()),
+      offsets(read_offsets(offsets_tensor)) {
+  TT_CHECK(plan_tensors.size() == 6, "plan must hold 6 tensors, got ", plan_tensors.size());
+  TT_CHECK(pooling == "sum" || pooling == "mean", "pooling must be sum or mean, got ", pooling);
+  is_mean = pooling == "mean";
+  plan = {static_cast<const int32_t*>(plan_tensors[0].const_data_ptr()),
+          static_cast<const int32_t*>(plan_tensors[1].const_data_ptr()),
+          static_cast<const int64_t*>(plan_tensors[2].const_data_ptr()),
+          static_cast<const int32_t*>(plan_tensors[3].const_data_ptr()),
+          static_cast<const int32_t*>(plan_tensors[4].const_data_ptr())};
+  num_indices = plan_tensors[0].numel();
+  const auto* counts = static_cast<const int64_t*>(plan_tensors[5].const_data_ptr());
+  num_rows = counts[0];
+  num_prefixes = counts[2];
+  TT_CHECK(offsets.back() == num_indices, "offsets must be those of the plan, ending at ",
+           num_indices, ", got ", offsets.back());
+  if (per_sample_weights) {
+    TT_CHECK(per_sample_weights->numel() == num_indices, "per_sample_weights must have ",
+             num_indices, " entries like indices, got ", per_sample_weights->numel());
+    TT_CHECK(per_sample_weights->is_cpu() && per_sample_weights->is_contiguous() &&
+                 is_type(*per_sample_weights, kScalarType<T>),
+             "per_sample_weights must be contiguous, on the CPU and of the cores' dtype");
+    weights = static_cast<const T*>(per_sample_weights->const_data_ptr());
+  }
+  const std::vector<TTShape> shapes = decode_tables(tables_flat);
+  tables.resize(shapes.size());
+  size_t first_core = 0;
+  const auto row_at = [&](int64_t key) {
+    return std::lower_bound(plan.row_keys, plan.row_keys + num_rows, key) - plan.row_keys;
+  };
+  const auto prefix_at = [&](int64_t row) {
+    return std::lower_bound(plan.prefix_starts, plan.prefix_starts + num_prefixes, row) -
+           plan.prefix_starts;
+  };
+  for (size_t t = 0; t < shapes.size(); t++) {
+    CallTable<T>& table = tables[t];
+    table.shape = shapes[t];
+    take_cores(table, cores, first_core);
+    first_core += shapes[t].num_cores;
+    table.first_row = row_at(shapes[t].key_base);
+    table.end_row = row_at(shapes[t].key_base + shapes[t].padded_rows());
+    table.first_prefix = prefix_at(table.first_row);
+    table.end_prefix = prefix_at(table.end_row);
+    if (table.first_row < table.end_row) make_view(table, plan, k);
+  }
+  TT_CHECK(first_core == cores.size(), "cores must hold ", first_core, " tensors, got ",
+           cores.size());
+}
+
+template <typename T>
+std::vector<Chunk> Call<T>::chunks() const {
+  std::vector<Chunk> result;
+  for (size_t t = 0; t < tables.size(); t++) {
+    const CallTable<T>& table = tables[t];
+    if (table.first_row == table.end_row) continue;
+    const TableView<T>& v = table.view;
+    const double per_prefix = v.has_mid ? 2.0 * v.m_rows * v.r_head * v.ld_rank : 0;
+    const double per_row = 2.0 * v.dim() * v.ld_rank;
+    const auto cost = [&](int64_t q) {
+      return per_prefix * (q - table.first_prefix) +
+             per_row * (plan.prefix_starts[q] - table.first_row);
+    };
+    const double total = cost(table.end_prefix);
+    const int64_t count =
+        std::clamp<int64_t>(static_cast<int64_t>(total / kFlopsPerChunk), 1, kMaxChunks);
+    int64_t begin = table.first_prefix;
+    for (int64_t c = 1; c <= count; c++) {
+      int64_t end = begin;
+      while (end < table.end_prefix && cost(end) < total * c / count) end++;
+      if (c == count) end = table.end_prefix;
+      if (end > begin) result.push_back({static_cast<int64_t>(t), begin, end});
+      begin = end;
+    }
+  }
+  return result;
+}
+
+template <typename T>
+Buffer<T> Call<T>::scales(bool with_weights) const {
+  const T* w = with_weights ? weights : nullptr;
+  if (!w && !is_mean) return nullptr;
+  Buffer<T> scale = buffer<T>(num_indices);
+  for (size_t bag = 0; bag + 1 < offsets.size(); bag++) {
+    const T over = is_mean ? T(1) / T(offsets[bag + 1] - offsets[bag]) : T(1);
+    for (int64_t i = offsets[bag]; i < offsets[bag + 1]; i++) scale[i] = w ? w[i] * over : over;
+  }
+  return scale;
+}
+
+template struct Call<float>;
+template struct Call<double>;
+
+}  // namespace torchrec_tt

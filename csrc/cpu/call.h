@@ -1,0 +1,88 @@
+// One call of a lookup operator: its tables, plan and cores as the kernels want them.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../stable.h"
+#include "../tt_shape.h"
+#include "isa.h"
+
+namespace torchrec_tt {
+
+template <typename T>
+using Buffer = std::unique_ptr<T[]>;
+
+template <typename T>
+Buffer<T> buffer(int64_t size) {
+  return std::make_unique_for_overwrite<T[]>(size);
+}
+
+// Runs f(job, scratch of scratch_size) for every job; which thread takes a job never shows.
+template <typename T, typename F>
+void for_each_job(int64_t num_jobs, int64_t scratch_size, const F& f) {
+  const int64_t workers = std::min<int64_t>(num_jobs, torch::stable::get_num_threads());
+  if (workers == 0) return;
+  const Buffer<T> scratch = buffer<T>(workers * scratch_size);
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t worker) {
+    for (int64_t job; (job = next++) < num_jobs;) f(job, scratch.get() + worker * scratch_size);
+  };
+  if (workers == 1) return work(0);
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; worker++) work(worker);
+  });
+}
+
+// Prefixes of one table that one job takes.
+struct Chunk {
+  int64_t table, prefix_begin, prefix_end;
+};
+
+// A table of the call: its part of the plan, and what is derived from its cores.
+template <typename T>
+struct CallTable {
+  TTShape shape;
+  TableView<T> view;
+  int64_t first_row, end_row, first_prefix, end_prefix;
+  std::vector<T*> cores;
+  Buffer<T> last_transposed;
+  // 4 cores only: the distinct heads, ascending, and their products
+  HeadPair<T> pair;
+  std::vector<int64_t> head_digits;
+  std::vector<int32_t> head_at;
+  Buffer<T> heads;
+
+  int64_t num_heads() const {
+    return shape.num_cores == 4 ? static_cast<int64_t>(head_digits.size()) : shape.m[0];
+  }
+};
+
+template <typename T>
+struct Call {
+  const Kernels<T>& k = kernels<T>();
+  std::vector<CallTable<T>> tables;
+  Features features;
+  PlanView plan;
+  int64_t num_indices, num_rows, num_prefixes;
+  std::vector<int64_t> offsets;
+  const T* weights = nullptr;  // [N]
+  bool is_mean = false;
+
+  Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>& cores,
+       const Tensor& offsets_tensor, const std::optional<Tensor>& per_sample_weights,
+       const std::vector<int64_t>& tables_flat, const std::vector<int64_t>& feature_tables,
+       const std::string& pooling);
+
+  // Cuts every table's prefixes into chunks of about equal cost, whatever the number of threads.
+  std::vector<Chunk> chunks() const;
+  // Per index: its weight over its bag's length where pooling asks; null where all are 1.
+  Buffer<T> scales(bool with_weights) const;
+};
+
+inline bool is_type(const Tensor& tensor, ScalarType type) { return tensor.scalar_type() == type; }
+
+}  // namespace torchrec_tt

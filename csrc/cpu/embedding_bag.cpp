@@ -1,0 +1,386 @@
+// Pooled TT lookup on the CPU: forward, dense core gradients, and gradients with the update.
+#include <algorithm>
+
+#include "call.h"
+
+namespace torchrec_tt {
+namespace {
+
+constexpr int64_t kBagsPerJob = 512;
+constexpr int64_t kSlicesPerJob = 32;
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <typename T>
+Tensor forward(const Call<T>& call) {
+  const Features& features = call.features;
+  const int64_t batch_size = features.batch_size, columns = features.num_columns;
+  std::vector<int64_t> row_base;  // where a table's unique rows begin
+  int64_t size = 0;
+  for (const CallTable<T>& table : call.tables) {
+    row_base.push_back(size);
+    size += (table.end_row - table.first_row) * table.shape.embedding_dim();
+  }
+  const Buffer<T> rows = buffer<T>(size);
+  const std::vector<Chunk> chunks = call.chunks();
+  int64_t scratch_size = 0;
+  for (const Chunk& c : chunks) {
+    scratch_size = std::max(scratch_size, forward_scratch(call.tables[c.table].view));
+  }
+  for_each_job<T>(chunks.size(), scratch_size, [&](int64_t job, T* scratch) {
+    const Chunk& c = chunks[job];
+    const CallTable<T>& table = call.tables[c.table];
+    call.k.forward(table.view, call.plan, c.prefix_begin, c.prefix_end,
+                   rows.get() + row_base[c.table], table.first_row, scratch);
+  });
+
+  const auto type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
+  Tensor output = torch::stable::empty({batch_size, columns}, type);
+  const Buffer<T> scale = call.scales(true);
+  const int64_t blocks = (batch_size + kBagsPerJob - 1) / kBagsPerJob;
+  const int64_t num_features = static_cast<int64_t>(features.table.size());
+  for_each_job<T>(num_features * blocks, 0, [&](int64_t job, T*) {
+    const int64_t f = job / blocks, begin = job % blocks * kBagsPerJob;
+    const CallTable<T>& table = call.tables[features.table[f]];
+    const int64_t dim = table.shape.embedding_dim();
+    for (int64_t b = begin; b < std::min(batch_size, begin + kBagsPerJob); b++) {
+      const int64_t bag = f * batch_size + b;
+      call.k.pool(rows.get() + row_base[features.table[f]], dim, call.plan, table.first_row,
+                  scale.get(), call.offsets[bag], call.offsets[bag + 1],
+                  data<T>(output) + b * columns + features.column[f]);
+    }
+  });
+  return output;
+}
+
+// The gradients that chunks of one table keep for themselves, and their reduction in chunk order.
+template <typename T>
+struct TableGrads {
+  const CallTable<T>* table;
+  std::vector<BackwardChunk<T>> chunks;
+  Buffer<T> sums;
+  Buffer<uint8_t> touched;
+  std::vector<CoreUpdate<T>> updates;  // one per core
+
+  TableGrads(const CallTable<T>& of, const PlanView& plan, const std::vector<Chunk>& pieces)
+      : table(&of) {
+    const TableView<T>& v = of.view;
+    const int64_t heads = of.num_heads();
+    const int64_t size =
+        heads * v.head_size() + v.m_last * v.padded_last_size() + 2 * v.padded_mid_size();
+    const int64_t flags = heads + v.m_last;
+    const int64_t count = static_cast<int64_t>(pieces.size());
+    sums = buffer<T>(size * count);
+    touched = std::make_unique<uint8_t[]>(flags * count);
+    const auto mid_of = [&](int64_t q) {
+      return (plan.row_keys[plan.prefix_starts[q]] - v.key_base) / v.m_last / v.m_head;
+    };
+    for (int64_t c = 0; c < count; c++) {
+      BackwardChunk<T> chunk{};
+      chunk.prefix_begin = pieces[c].prefix_begin;
+      chunk.prefix_end = pieces[c].prefix_end;
+      chunk.shared_first = chunk.shared_last = -1;
+      if (v.has_mid && c > 0) {
+        const int64_t mid = mid_of(chunk.prefix_begin);
+        if (mid_of(chunk.prefix_begin - 1) == mid) chunk.shared_first = mid;
+      }
+      if (v.has_mid && c + 1 < count) {
+        const int64_t mid = mid_of(chunk.prefix_end - 1);
+        if (mid_of(chunk.prefix_end) == mid) chunk.shared_last = mid;
+      }
+      chunk.head = sums.get() + c * size;
+      chunk.last = chunk.head + heads * v.head_size();
+      chunk.shared[0] = chunk.last + v.m_last * v.padded_last_size();
+      chunk.shared[1] = chunk.shared[0] + v.padded_mid_size();
+      chunk.head_touched = touched.get() + c * flags;
+      chunk.last_touched = chunk.head_touched + heads;
+      chunks.push_back(chunk);
+    }
+  }
+
+  // Sums one slice over the chunks that touched it; null if none did.
+  T* reduce(const Kernels<T>& k, T* BackwardChunk<T>::*slices, uint8_t* BackwardChunk<T>::*flags,
+            int64_t digit, int64_t size) const {
+    T* sum = nullptr;
+    for (const BackwardChunk<T>& chunk : chunks) {
+      if (!(chunk.*flags)[digit]) continue;
+      T* slice = chunk.*slices + digit * size;
+      if (sum) {
+        k.add(slice, size, sum);
+      } else {
+        sum = slice;
+      }
+    }
+    return sum;
+  }
+
+  // Mid slices whose prefixes lie in more than one chunk.
+  void finish_shared_mids(const Kernels<T>& k) const {
+    const TableView<T>& v = table->view;
+    int64_t mid = -1;
+    T* sum = nullptr;
+    const auto flush = [&] {
+      if (!sum) return;
+      k.update(updates[updates.size() - 2], mid * v.mid_size(), sum, v.r_head * v.n_mid, v.rank,
+               v.ld_rank);
+      sum = nullptr;
+    };
+    for (const BackwardChunk<T>& chunk : chunks) {
+      for (int side = 0; side < 2; side++) {
+        const int64_t shared = side == 0 ? chunk.shared_first : chunk.shared_last;
+        if (shared < 0 || (side == 1 && shared == chunk.shared_first)) continue;
+        if (sum && shared == mid) {
+          k.add(chunk.shared[side], v.padded_mid_size(), sum);
+        } else {
+          flush();
+          mid = shared;
+          sum = chunk.shared[side];
+        }
+      }
+    }
+    flush();
+  }
+
+  void finish_last(const Kernels<T>& k, int64_t digit, T* scratch) const {
+    const TableView<T>& v = table->view;
+    const T* sum = reduce(k, &BackwardChunk<T>::last, &BackwardChunk<T>::last_touched, digit,
+                          v.padded_last_size());
+    if (!sum) return;
+    for (int64_t b = 0; b < v.rank; b++) {
+      for (int64_t z = 0; z < v.n_last; z++) scratch[b * v.n_last + z] = sum[z * v.ld_rank + b];
+    }
+    const int64_t size = v.rank * v.n_last;
+    k.update(updates.back(), digit * size, scratch, 1, size, size);
+  }
+
+  void finish_head(const Kernels<T>& k, int64_t digit) const {
+    const int64_t size = table->view.head_size();
+    const T* sum =
+        reduce(k, &BackwardChunk<T>::head, &BackwardChunk<T>::head_touched, digit, size);
+    if (sum) k.update(updates[0], digit * size, sum, 1, size, size);
+  }
+
+  // 4 cores: the heads' gradients go on to cores 0 and 1, each slice's terms in ascending order.
+  void finish_head_pairs(const Kernels<T>& k) const {
+    const HeadPair<T>& pair = table->pair;
+    const std::vector<int64_t>& digits = table->head_digits;
+    const int64_t num_heads = static_cast<int64_t>(digits.size());
+    std::vector<const T*> grads(num_heads);
+    for_each_job<T>(num_heads, 0, [&](int64_t h, T*) {
+      grads[h] = reduce(k, &BackwardChunk<T>::head, &BackwardChunk<T>::head_touched, h,
+                        pair.head_size());
+    });
+    std::vector<std::vector<int64_t>> of0(table->shape.m[0]), of1(pair.m1);
+    for (int64_t h = 0; h < num_heads; h++) {
+      of0[digits[h] / pair.m1].push_back(h);
+      of1[digits[h] % pair.m1].push_back(h);
+    }
+    const int64_t size0 = pair.n0 * pair.r1, size1 = pair.r1 * pair.n1 * pair.r2;
+    const Buffer<T> grad0 = buffer<T>(of0.size() * size0), grad1 = buffer<T>(of1.size() * size1);
+    const auto sum = [&](const std::vector<std::vector<int64_t>>& of, T* grad, int64_t size,
+                         auto head_grad) {
+      for_each_job<T>(of.size(), 0, [&](int64_t i, T*) {
+        std::fill_n(grad + i * size, of[i].empty() ? 0 : size, T(0));
+        for (int64_t h : of[i]) head_grad(pair, digits[h], grads[h], grad + i * size);
+      });
+    };
+    sum(of0, grad0.get(), size0, k.head_grad0);
+    sum(of1, grad1.get(), size1, k.head_grad1);
+    const auto apply = [&](const std::vector<std::vector<int64_t>>& of, const T* grad, int64_t size,
+                           const CoreUpdate<T>& step) {
+      for_each_job<T>(of.size(), 0, [&](int64_t i, T*) {
+        if (!of[i].empty()) k.update(step, i * size, grad + i * size, 1, size, size);
+      });
+    };
+    apply(of0, grad0.get(), size0, updates[0]);
+    apply(of1, grad1.get(), size1, updates[1]);
+  }
+};
+
+template <typename T>
+void check_grad_output(const Call<T>& call, const Tensor& grad_output) {
+  const Features& f = call.features;
+  TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == f.batch_size &&
+               grad_output.size(1) == f.num_columns,
+           "grad_output must be [", f.batch_size, ", ", f.num_columns, "]");
+  TT_CHECK(grad_output.is_cpu() && grad_output.is_contiguous() &&
+               is_type(grad_output, sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double),
+           "grad_output must be contiguous, on the CPU and of the cores' dtype");
+}
+
+// Runs every chunk, then the reductions; `update_of(table, core)` says what a gradient becomes.
+template <typename T, typename F>
+Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_grad,
+                const F& update_of) {
+  check_grad_output(call, grad_output);
+  const Features& features = call.features;
+  const auto type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
+  Tensor grad_weights = torch::stable::empty({weights_grad ? call.num_indices : 0}, type);
+  const Buffer<int64_t> grad_at = buffer<int64_t>(call.num_indices);
+  for (size_t bag = 0; bag + 1 < call.offsets.size(); bag++) {
+    const int64_t f = bag / features.batch_size, b = bag % features.batch_size;
+    std::fill(grad_at.get() + call.offsets[bag], grad_at.get() + call.offsets[bag + 1],
+              b * features.num_columns + features.column[f]);
+  }
+  const Buffer<T> scale = call.scales(true);
+  const Buffer<T> weight_scale = weights_grad ? call.scales(false) : nullptr;
+  const GradView<T> grad{static_cast<const T*>(grad_output.const_data_ptr()), grad_at.get(),
+                         scale.get(), weight_scale.get(),
+                         weights_grad ? data<T>(grad_weights) : nullptr};
+
+  std::vector<TableGrads<T>> grads;
+  std::vector<std::pair<int64_t, int64_t>> jobs;  // (place in grads, chunk), then (.., slices)
+  const std::vector<Chunk> all = call.chunks();
+  int64_t scratch_size = 0;
+  for (auto first = all.begin(); first != all.end();) {
+    const auto end = std::find_if(first, all.end(),
+                                  [&](const Chunk& c) { return c.table != first->table; });
+    const CallTable<T>& table = call.tables[first->table];
+    grads.emplace_back(table, call.plan, std::vector<Chunk>(first, end));
+    for (int core = 0; core < table.shape.num_cores; core++) {
+      grads.back().updates.push_back(update_of(first->table, core));
+    }
+    for (int64_t c = 0; c < end - first; c++) jobs.push_back({grads.size() - 1, c});
+    scratch_size = std::max(scratch_size, backward_scratch(table.view));
+    first = end;
+  }
+  for_each_job<T>(jobs.size(), scratch_size, [&](int64_t job, T* scratch) {
+    const TableGrads<T>& g = grads[jobs[job].first];
+    const CoreUpdate<T>& mid = g.updates[g.updates.size() - 2];
+    call.k.backward(g.table->view, call.plan, grad, mid, g.chunks[jobs[job].second], scratch);
+  });
+
+  jobs.clear();
+  scratch_size = 0;
+  for (size_t i = 0; i < grads.size(); i++) {
+    const TableView<T>& v = grads[i].table->view;
+    grads[i].finish_shared_mids(call.k);
+    const bool four = grads[i].table->shape.num_cores == 4;
+    if (four) grads[i].finish_head_pairs(call.k);
+    const int64_t slices = v.m_last + (four ? 0 : grads[i].table->num_heads());
+    for (int64_t s = 0; s < slices; s += kSlicesPerJob) jobs.push_back({i, s});
+    scratch_size = std::max(scratch_size, v.rank * v.n_last);
+  }
+  for_each_job<T>(jobs.size(), scratch_size, [&](int64_t job, T* scratch) {
+    const TableGrads<T>& g = grads[jobs[job].first];
+    const int64_t m_last = g.table->view.m_last;
+    const int64_t slices =
+        m_last + (g.table->shape.num_cores == 4 ? 0 : g.table->num_heads());
+    const int64_t begin = jobs[job].second, end = std::min(slices, begin + kSlicesPerJob);
+    for (int64_t s = begin; s < end; s++) {
+      if (s < m_last) {
+        g.finish_last(call.k, s, scratch);
+      } else {
+        g.finish_head(call.k, s - m_last);
+      }
+    }
+  });
+  return grad_weights;
+}
+
+using Ints = std::vector<int64_t>;
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+
+// Calls f with a float or a double, as the cores are.
+template <typename F>
+auto dispatch(const Tensors& cores, const F& f) {
+  TT_CHECK(!cores.empty(), "cores must not be empty");
+  if (is_type(cores[0], ScalarType::Double)) return f(double{});
+  TT_CHECK(is_type(cores[0], ScalarType::Float), "cores must be float32 or float64");
+  return f(float{});
+}
+
+Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Tensor& offsets,
+                             const MaybeTensor& per_sample_weights, const Ints& tables,
+                             const Ints& feature_tables, std::string pooling) {
+  return dispatch(cores, [&](auto zero) {
+    using T = decltype(zero);
+    return forward(Call<T>(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling));
+  });
+}
+
+std::tuple<Tensors, Tensor> embedding_bag_backward_dense(
+    const Tensor& grad_output, const Tensors& plan, const Tensors& cores, const Tensor& offsets,
+    const MaybeTensor& per_sample_weights, const Ints& tables, const Ints& feature_tables,
+    std::string pooling, bool weights_grad) {
+  return dispatch(cores, [&](auto zero) {
+    using T = decltype(zero);
+    const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
+    Tensors grad_cores;
+    for (const Tensor& core : cores) {
+      grad_cores.push_back(torch::stable::new_zeros(core, {core.size(0), core.size(1)}));
+    }
+    std::vector<size_t> first_core;
+    size_t count = 0;
+    for (const auto& table : call.tables) {
+      first_core.push_back(count);
+      count += table.shape.num_cores;
+    }
+    const auto store = [&](int64_t table, int core) {
+      CoreUpdate<T> update;
+      update.grad = data<T>(grad_cores[first_core[table] + core]);
+      return update;
+    };
+    Tensor grad_weights = backward(call, grad_output, weights_grad, store);
+    return std::tuple<Tensors, Tensor>(grad_cores, grad_weights);
+  });
+}
+
+Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& plan,
+                                     const Tensors& cores, const Tensors& states,
+                                     const Tensor& offsets, const MaybeTensor& per_sample_weights,
+                                     const Ints& tables, const Ints& feature_tables,
+                                     std::string pooling, bool weights_grad, std::string optimizer,
+                                     double learning_rate, double eps) {
+  TT_CHECK(optimizer == "sgd" || optimizer == "adagrad",
+           "optimizer must be sgd or adagrad, got ", optimizer);
+  const bool adagrad = optimizer == "adagrad";
+  TT_CHECK(states.size() == (adagrad ? cores.size() : 0), "states must have ",
+           adagrad ? cores.size() : 0, " tensors for ", optimizer, ", got ", states.size());
+  return dispatch(cores, [&](auto zero) {
+    using T = decltype(zero);
+    const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
+    for (size_t i = 0; i < states.size(); i++) {
+      TT_CHECK(states[i].is_cpu() && states[i].is_contiguous() &&
+                   states[i].numel() == cores[i].numel() &&
+                   is_type(states[i], cores[i].scalar_type()),
+               "states must be contiguous, of the cores' sizes and dtype, state ", i, " is not");
+    }
+    std::vector<std::vector<T*>> state_of(call.tables.size());
+    size_t at = 0;
+    for (size_t t = 0; t < call.tables.size(); t++) {
+      for (int core = 0; core < call.tables[t].shape.num_cores; core++, at++) {
+        state_of[t].push_back(adagrad ? data<T>(states[at]) : nullptr);
+      }
+    }
+    const auto step = [&](int64_t table, int core) {
+      CoreUpdate<T> update;
+      update.kind = adagrad ? UpdateKind::kAdagrad : UpdateKind::kSgd;
+      update.learning_rate = static_cast<T>(learning_rate);
+      update.eps = static_cast<T>(eps);
+      update.weight = call.tables[table].cores[core];
+      update.state = state_of[table][core];
+      return update;
+    };
+    return backward(call, grad_output, weights_grad, step);
+  });
+}
+
+std::string cpu_isa() { return isa(); }
+
+}  // namespace
+}  // namespace torchrec_tt
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_tt, CPU, m) {
+  m.impl("embedding_bag_forward", TORCH_BOX(&torchrec_tt::embedding_bag_forward));
+  m.impl("embedding_bag_backward_dense", TORCH_BOX(&torchrec_tt::embedding_bag_backward_dense));
+  m.impl("embedding_bag_backward_update", TORCH_BOX(&torchrec_tt::embedding_bag_backward_update));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_tt, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&torchrec_tt::cpu_isa));
+}

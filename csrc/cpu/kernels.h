@@ -1,0 +1,136 @@
+// What the instruction-set specific kernels take and give; plain pointers, no torch.
+#pragma once
+
+#include <cstdint>
+
+namespace torchrec_tt {
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+struct PlanView {
+  const int32_t* order;          // [N]
+  const int32_t* inverse;        // [N]
+  const int64_t* row_keys;       // [U]
+  const int32_t* row_starts;     // [U + 1]
+  const int32_t* prefix_starts;  // [Q + 1]
+};
+
+// One table as head, mid and last (tt_shape.h). P of a prefix is [m_rows, rank], padded to ld_rank.
+template <typename T>
+struct TableView {
+  int64_t n_head, r_head;  // a head slice is [n_head, r_head]
+  int64_t n_mid;           // a mid slice is [r_head, n_mid, rank]
+  int64_t rank, ld_rank;   // ld_rank: rank rounded up to the vector width
+  int64_t n_last;          // a last slice is [rank, n_last]
+  int64_t m_rows;          // n_head * n_mid
+  int64_t m_head, m_last, key_base;
+  bool has_mid;             // false: P is the head slice
+  const T* head;            // [heads, n_head * r_head]
+  const int32_t* head_at;   // [Q] a prefix's place in head, or null: its head digit
+  const T* mid;             // [m_mid, r_head * n_mid * rank]
+  const T* last;            // [m_last, rank * n_last]
+  const T* last_transposed;  // [m_last, n_last * ld_rank] or null: transposed row by row
+
+  int64_t dim() const { return m_rows * n_last; }
+  int64_t head_size() const { return n_head * r_head; }
+  int64_t mid_size() const { return r_head * n_mid * rank; }
+  int64_t padded_mid_size() const { return r_head * n_mid * ld_rank; }
+  int64_t product_size() const { return m_rows * ld_rank; }
+  int64_t padded_last_size() const { return n_last * ld_rank; }
+};
+
+// Gradients of the output as each index sees them.
+template <typename T>
+struct GradView {
+  const T* grad_output;      // [B, columns]
+  const int64_t* grad_at;    // [N] where an index's bag begins in grad_output
+  const T* scale;            // [N] per-sample weight over mean length, or null for 1
+  const T* weight_scale;     // [N] 1 over mean length, or null for 1
+  T* grad_weights;           // [N] or null
+};
+
+enum class UpdateKind { kStore, kSgd, kAdagrad };
+
+// What to do with the gradient of a core's slice: store it, or step the core.
+template <typename T>
+struct CoreUpdate {
+  UpdateKind kind = UpdateKind::kStore;
+  T learning_rate = 0, eps = 0;
+  T* weight = nullptr;  // kSgd, kAdagrad
+  T* state = nullptr;   // kAdagrad: sum of squared gradients
+  T* grad = nullptr;    // kStore
+};
+
+// Prefixes [prefix_begin, prefix_end) of one table, and the gradients that they alone own.
+template <typename T>
+struct BackwardChunk {
+  int64_t prefix_begin, prefix_end;
+  int64_t shared_first, shared_last;  // mid digits shared with the chunk before and after, or -1
+  T* head;                // [heads, n_head * r_head]
+  uint8_t* head_touched;  // [heads]
+  T* last;                // [m_last, n_last * ld_rank]
+  uint8_t* last_touched;  // [m_last]
+  T* shared[2];           // [padded_mid_size] gradients of the shared mid slices
+};
+
+constexpr int64_t kRowsAtOnce = 16;  // rows of a prefix whose gradients are gathered together
+constexpr int64_t kOuterDepth = 32;  // rows of P summed into a mid slice's gradient at once
+
+template <typename T>
+int64_t prefixes_at_once(const TableView<T>& table) {
+  return table.n_head >= kOuterDepth / 4 ? 4 : kOuterDepth / table.n_head;
+}
+
+// Elements of scratch that one worker needs.
+template <typename T>
+int64_t forward_scratch(const TableView<T>& t) {
+  return t.product_size() + t.padded_mid_size() + t.padded_last_size();
+}
+template <typename T>
+int64_t backward_scratch(const TableView<T>& t) {
+  return t.product_size() * (1 + prefixes_at_once(t)) + 2 * t.padded_mid_size() +
+         kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim();
+}
+
+// The two outer cores of a 4-core table, whose products are the heads.
+template <typename T>
+struct HeadPair {
+  int64_t n0, r1, n1, r2;     // slices [n0, r1] and [r1, n1 * r2]; a head is [n0 * n1, r2]
+  int64_t m1;                 // head digit = i0 * m1 + i1
+  const T* core0;
+  const T* core1;
+  int64_t head_size() const { return n0 * n1 * r2; }
+};
+
+template <typename T>
+struct Kernels {
+  int64_t width;  // elements of a vector: ld_rank is a multiple of it
+  // rows[(u - first_row) * dim] for the unique rows u of prefixes [begin, end)
+  void (*forward)(const TableView<T>&, const PlanView&, int64_t begin, int64_t end, T* rows,
+                  int64_t first_row, T* scratch);
+  // out = sum of scale[i] * rows[inverse[i] - first_row], i in [begin, end)
+  void (*pool)(const T* rows, int64_t dim, const PlanView&, int64_t first_row, const T* scale,
+               int64_t begin, int64_t end, T* out);
+  void (*backward)(const TableView<T>&, const PlanView&, const GradView<T>&, const CoreUpdate<T>& mid,
+                   const BackwardChunk<T>&, T* scratch);
+  void (*transpose_last)(const TableView<T>&, int64_t begin, int64_t end, T* out);
+  // steps or stores the [rows, cols] slice at `offset` of a core, its gradient in rows of ld
+  void (*update)(const CoreUpdate<T>&, int64_t offset, const T* grad, int64_t rows, int64_t cols,
+                 int64_t ld);
+  void (*add)(const T* from, int64_t n, T* to);
+  void (*head_forward)(const HeadPair<T>&, int64_t digit, T* head);
+  // grad0 [n0 * r1] += and grad1 [r1 * n1 * r2] += what the head's gradient gives its two slices
+  void (*head_grad0)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad0);
+  void (*head_grad1)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad1);
+};
+
+extern const Kernels<float> kGenericFloat;
+extern const Kernels<double> kGenericDouble;
+#if defined(__x86_64__)
+extern const Kernels<float> kAvx2Float;
+extern const Kernels<float> kAvx512Float;
+#endif
+
+}  // namespace torchrec_tt

@@ -1,0 +1,274 @@
+// Small matrix products on compiler vectors, compiled once per instruction set (see isa_*.cpp).
+//
+// Every product sums its terms in an order that depends on the matrix sizes only. A leading
+// dimension is `ld_`; N need not be a multiple of the vector width unless said so.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if !defined(TT_ISA) || !defined(TT_VECTOR_BYTES)
+#error "include this from an isa_*.cpp, which names the instruction set"
+#endif
+
+#define TT_INLINE static inline __attribute__((always_inline))
+
+namespace torchrec_tt::TT_ISA {
+
+template <typename T>
+constexpr int64_t kWidth = TT_VECTOR_BYTES / sizeof(T);
+
+template <typename T, int kLanes>
+struct Lanes {
+  typedef T type __attribute__((vector_size(sizeof(T) * kLanes), aligned(alignof(T)), may_alias));
+};
+template <typename T>
+using Vec = typename Lanes<T, kWidth<T>>::type;
+
+template <typename T>
+TT_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const Vec<T>*>(p);
+}
+template <typename T>
+TT_INLINE void store(T* p, Vec<T> v) {
+  *reinterpret_cast<Vec<T>*>(p) = v;
+}
+
+template <typename T>
+TT_INLINE T sum_lanes(Vec<T> v) {
+  T sum = v[0];
+  for (int64_t i = 1; i < kWidth<T>; i++) sum += v[i];
+  return sum;
+}
+
+#if TT_VECTOR_BYTES == 64
+TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) {
+  const auto half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                    __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) +
+         __builtin_shufflevector(half, half, 4, 5, 6, 7);
+}
+#elif TT_VECTOR_BYTES == 32
+TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) {
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+}
+#else
+TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) { return v; }
+#endif
+
+// out[0..3] = the lane sums of a, b, c, d.
+template <typename T, bool kAdd>
+TT_INLINE void store_sums(Vec<T> a, Vec<T> b, Vec<T> c, Vec<T> d, T* out) {
+  if constexpr (std::is_same_v<T, float>) {
+    const auto qa = quarter_sum(a), qb = quarter_sum(b), qc = quarter_sum(c), qd = quarter_sum(d);
+    const auto ab = __builtin_shufflevector(qa, qb, 0, 4, 1, 5) +
+                    __builtin_shufflevector(qa, qb, 2, 6, 3, 7);
+    const auto cd = __builtin_shufflevector(qc, qd, 0, 4, 1, 5) +
+                    __builtin_shufflevector(qc, qd, 2, 6, 3, 7);
+    auto sums = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) +
+                __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    auto* to = reinterpret_cast<Lanes<float, 4>::type*>(out);
+    *to = kAdd ? *to + sums : sums;
+  } else {
+    const T sums[4] = {sum_lanes<T>(a), sum_lanes<T>(b), sum_lanes<T>(c), sum_lanes<T>(d)};
+    for (int i = 0; i < 4; i++) out[i] = kAdd ? out[i] + sums[i] : sums[i];
+  }
+}
+
+// One tile of C = A B: kX rows by kV vectors, held in registers over all K.
+template <typename T, int kX, int kV>
+TT_INLINE void product_tile(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t K, T* c,
+                            int64_t ld_c) {
+  constexpr int64_t W = kWidth<T>;
+  Vec<T> sum[kX][kV] = {};
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < K; k++) {
+    Vec<T> b_k[kV];
+    for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
+    for (int x = 0; x < kX; x++) {
+      const T a_xk = a[x * ld_a + k];
+      for (int v = 0; v < kV; v++) sum[x][v] += a_xk * b_k[v];
+    }
+  }
+  for (int x = 0; x < kX; x++) {
+    for (int v = 0; v < kV; v++) store(c + x * ld_c + v * W, sum[x][v]);
+  }
+}
+
+template <typename T, int kX>
+TT_INLINE void product_rows(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t K,
+                            int64_t N, T* c, int64_t ld_c) {
+  constexpr int64_t W = kWidth<T>;
+  constexpr int kV = kX == 4 ? 3 : 4;  // 12, 8 and 4 running sums of the 16 (or 32) registers
+  int64_t n = 0;
+  for (; n + kV * W <= N; n += kV * W) product_tile<T, kX, kV>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
+  for (; n + 2 * W <= N; n += 2 * W) product_tile<T, kX, 2>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
+  for (; n + W <= N; n += W) product_tile<T, kX, 1>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
+  for (; n < N; n++) {
+    for (int x = 0; x < kX; x++) {
+      T sum = 0;
+      for (int64_t k = 0; k < K; k++) sum += a[x * ld_a + k] * b[k * ld_b + n];
+      c[x * ld_c + n] = sum;
+    }
+  }
+}
+
+// C [X, N] = A [X, K] B [K, N].
+template <typename T>
+TT_INLINE void product(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X, int64_t K,
+                       int64_t N, T* c, int64_t ld_c) {
+  int64_t x = 0;
+  for (; x + 4 <= X; x += 4) product_rows<T, 4>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
+  for (; x + 2 <= X; x += 2) product_rows<T, 2>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
+  for (; x < X; x++) product_rows<T, 1>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
+}
+
+// kX by kY block of dot products over N: out[x, y] (+)= sum_n a[x, n] b[y, n].
+template <typename T, int kX, int kY, bool kAdd>
+TT_INLINE void dot_block(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t N, T* out,
+                         int64_t ld_out) {
+  constexpr int64_t W = kWidth<T>;
+  Vec<T> sum[kX][kY] = {};
+  int64_t n = 0;
+#pragma GCC unroll 4
+  for (; n + W <= N; n += W) {
+    Vec<T> b_n[kY];
+    for (int y = 0; y < kY; y++) b_n[y] = load(b + y * ld_b + n);
+    for (int x = 0; x < kX; x++) {
+      const Vec<T> a_n = load(a + x * ld_a + n);
+      for (int y = 0; y < kY; y++) sum[x][y] += a_n * b_n[y];
+    }
+  }
+  for (int x = 0; x < kX; x++) {
+    T* to = out + x * ld_out;
+    if constexpr (kY == 4) {
+      store_sums<T, kAdd>(sum[x][0], sum[x][1], sum[x][2], sum[x][3], to);
+    } else {
+      for (int y = 0; y < kY; y++) {
+        const T total = sum_lanes<T>(sum[x][y]);
+        to[y] = kAdd ? to[y] + total : total;
+      }
+    }
+    for (int y = 0; y < kY && n < N; y++) {
+      for (int64_t i = n; i < N; i++) to[y] += a[x * ld_a + i] * b[y * ld_b + i];
+    }
+  }
+}
+
+// out [X, Y] (+)= A [X, N] B [Y, N]^T.
+template <typename T, bool kAdd>
+TT_INLINE void product_transposed(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X,
+                                  int64_t Y, int64_t N, T* out, int64_t ld_out) {
+  for (int64_t x = 0; x < X; x += 2) {
+    const bool pair = x + 2 <= X;
+    const T* a_x = a + x * ld_a;
+    T* out_x = out + x * ld_out;
+    int64_t y = 0;
+    for (; y + 4 <= Y; y += 4) {
+      if (pair) {
+        dot_block<T, 2, 4, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
+      } else {
+        dot_block<T, 1, 4, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
+      }
+    }
+    for (; y < Y; y++) {
+      if (pair) {
+        dot_block<T, 2, 1, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
+      } else {
+        dot_block<T, 1, 1, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
+      }
+    }
+  }
+}
+
+// A sum of outer products: out[i, n] (+)= sum_t sum_k a_t[k * step_k + i * step_i] b_t[k, n].
+template <typename T>
+struct OuterTerm {
+  const T* a;
+  const T* b;
+};
+
+template <typename T, int kI, int kV, bool kAdd>
+TT_INLINE void outer_tile(const OuterTerm<T>* terms, int64_t num_terms, int64_t a_at, int64_t b_at,
+                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, T* out,
+                          int64_t ld_out) {
+  constexpr int64_t W = kWidth<T>;
+  Vec<T> sum[kI][kV] = {};
+  if constexpr (kAdd) {
+    for (int i = 0; i < kI; i++) {
+      for (int v = 0; v < kV; v++) sum[i][v] = load(out + i * ld_out + v * W);
+    }
+  }
+  for (int64_t t = 0; t < num_terms; t++) {
+    const T* a = terms[t].a + a_at;
+    const T* b = terms[t].b + b_at;
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < K; k++) {
+      Vec<T> b_k[kV];
+      for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
+      for (int i = 0; i < kI; i++) {
+        const T a_ki = a[k * step_k + i * step_i];
+        for (int v = 0; v < kV; v++) sum[i][v] += a_ki * b_k[v];
+      }
+    }
+  }
+  for (int i = 0; i < kI; i++) {
+    for (int v = 0; v < kV; v++) store(out + i * ld_out + v * W, sum[i][v]);
+  }
+}
+
+template <typename T, int kI, bool kAdd>
+TT_INLINE void outer_rows(const OuterTerm<T>* terms, int64_t num_terms, int64_t a_at,
+                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, int64_t N, T* out,
+                          int64_t ld_out) {
+  constexpr int64_t W = kWidth<T>;
+  constexpr int kV = kI == 4 ? 3 : 4;
+  int64_t n = 0;
+  for (; n + kV * W <= N; n += kV * W) {
+    outer_tile<T, kI, kV, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+  }
+  for (; n + 2 * W <= N; n += 2 * W) {
+    outer_tile<T, kI, 2, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+  }
+  for (; n + W <= N; n += W) {
+    outer_tile<T, kI, 1, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+  }
+  for (; n < N; n++) {
+    for (int i = 0; i < kI; i++) {
+      T sum = kAdd ? out[i * ld_out + n] : T(0);
+      for (int64_t t = 0; t < num_terms; t++) {
+        for (int64_t k = 0; k < K; k++) {
+          sum += terms[t].a[a_at + k * step_k + i * step_i] * terms[t].b[k * ld_b + n];
+        }
+      }
+      out[i * ld_out + n] = sum;
+    }
+  }
+}
+
+template <typename T, bool kAdd>
+TT_INLINE void outer_product(const OuterTerm<T>* terms, int64_t num_terms, int64_t step_k,
+                             int64_t step_i, int64_t ld_b, int64_t I, int64_t K, int64_t N, T* out,
+                             int64_t ld_out) {
+  int64_t i = 0;
+  for (; i + 4 <= I; i += 4) {
+    outer_rows<T, 4, kAdd>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
+                           out + i * ld_out, ld_out);
+  }
+  for (; i < I; i++) {
+    outer_rows<T, 1, kAdd>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
+                           out + i * ld_out, ld_out);
+  }
+}
+
+// to[i] (+)= scale * from[i]
+template <typename T, bool kAdd>
+TT_INLINE void scaled(const T* from, T scale, int64_t n, T* to) {
+  constexpr int64_t W = kWidth<T>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(to + i, kAdd ? load(to + i) + scale * load(from + i) : scale * load(from + i));
+  for (; i < n; i++) to[i] = kAdd ? to[i] + scale * from[i] : scale * from[i];
+}
+
+}  // namespace torchrec_tt::TT_ISA

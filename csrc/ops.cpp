@@ -1,0 +1,21 @@
+// Every operator's schema. The integers of `tables` are described in tt_shape.h, the plan in cpu/plan.cpp.
+#include "stable.h"
+
+STABLE_TORCH_LIBRARY(torchrec_tt, m) {
+  m.def(
+      "plan(Tensor indices, Tensor offsets, int[] tables, int[] feature_tables, str check_mode)"
+      " -> Tensor[]");
+  m.def(
+      "embedding_bag_forward(Tensor[] plan, Tensor[] cores, Tensor offsets,"
+      " Tensor? per_sample_weights, int[] tables, int[] feature_tables, str pooling) -> Tensor");
+  m.def(
+      "embedding_bag_backward_dense(Tensor grad_output, Tensor[] plan, Tensor[] cores,"
+      " Tensor offsets, Tensor? per_sample_weights, int[] tables, int[] feature_tables,"
+      " str pooling, bool weights_grad) -> (Tensor[] grad_cores, Tensor grad_weights)");
+  m.def(
+      "embedding_bag_backward_update(Tensor grad_output, Tensor[] plan, Tensor(a!)[] cores,"
+      " Tensor(b!)[] states, Tensor offsets, Tensor? per_sample_weights, int[] tables,"
+      " int[] feature_tables, str pooling, bool weights_grad, str optimizer,"
+      " float learning_rate, float eps) -> Tensor grad_weights");
+  m.def("cpu_isa() -> str");
+}

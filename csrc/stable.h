@@ -1,0 +1,18 @@
+// PyTorch's stable ABI, from torch 2.11 on: one binary serves every later version.
+#pragma once
+
+#ifndef TORCH_TARGET_VERSION
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+#endif
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace torchrec_tt {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+}  // namespace torchrec_tt

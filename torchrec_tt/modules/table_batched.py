@@ -1,0 +1,200 @@
+"""TTTableBatchedEmbeddingBags: many TT tables in one call, trained as parameters or in backward."""
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torchrec_tt.ops.embedding_bag import (
+    CheckMode,
+    Lookup,
+    Pooling,
+    TTTable,
+    embedding_bag,
+    embedding_bag_backward_dense,
+    embedding_bag_backward_update,
+    embedding_bag_forward,
+    plan,
+)
+from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
+
+ReduceGradients = Callable[[list[Tensor]], None]
+
+
+class TTTableBatchedEmbeddingBags(nn.Module):
+    """Pooled lookup in TT tables of any shapes; FBGEMM's SplitTableBatchedEmbeddingBags for TT.
+
+    Args:
+        tables: in the order of the features that read them; names are unique.
+        pooling: of every table.
+        check_mode: what to do with ids outside `[0, num_rows)`, see `Lookup`.
+        optimizer: steps the cores inside backward, which then leaves `.grad` None; None gives
+            ordinary gradients.
+        reduce_gradients: for cores that are replicated: called once in each backward with the
+            gradients of all cores, to sum them over the replicas in place, before the step.
+            It is called on every rank, with zeros where a rank had no ids.
+        device: of the cores; "meta" is allowed.
+        dtype: of the cores and the output, float32 or float64.
+
+    Attributes:
+        cores: table name to its list of cores, core k `[m_k, r_k * n_k * r_{k+1}]`. They are not
+            initialised: see `torchrec_tt.tt.init`.
+        optimizer: the CoreOptimizer, or None.
+
+    Raises:
+        ValueError: for repeated names, an unknown choice, or `reduce_gradients` without an
+            optimizer.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TTTable],
+        *,
+        pooling: Pooling = "sum",
+        check_mode: CheckMode = "fatal",
+        optimizer: TTOptimizerConfig | None = None,
+        reduce_gradients: ReduceGradients | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        names = [table.name for table in tables]
+        if len(set(names)) != len(names):
+            raise ValueError(f"tables must have different names, got {names}")
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        if reduce_gradients is not None and optimizer is None:
+            raise ValueError("reduce_gradients must come with an optimizer, got optimizer=None")
+        self.lookup = Lookup(tables, pooling=pooling, check_mode=check_mode)
+        self.cores = nn.ModuleDict(
+            {
+                table.name: nn.ParameterList(
+                    nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                    for shape in table.shape.core_shapes
+                )
+                for table in tables
+            }
+        )
+        self.optimizer = None if optimizer is None else CoreOptimizer(self.all_cores(), optimizer)
+        self._reduce_gradients = reduce_gradients
+        self._has_warned = False
+
+    @property
+    def tables(self) -> tuple[TTTable, ...]:
+        return self.lookup.tables
+
+    def all_cores(self) -> list[nn.Parameter]:
+        """Returns the cores of every table in turn."""
+        return [core for cores in self.cores.values() for core in cores]
+
+    def forward(
+        self,
+        indices: Tensor,  # [N] int32 or int64
+        offsets: Tensor,  # [F * B + 1] int32 or int64, feature-major
+        *,
+        per_sample_weights: Tensor | None = None,  # [N] floating
+    ) -> Tensor:  # [B, sum over features of D]
+        """Returns the pooled rows, feature after feature.
+
+        Raises:
+            ValueError: for invalid ids, offsets or weights; the message names the table.
+        """
+        cores = self.all_cores()
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(cores[0].dtype)
+        try:
+            output = self._forward(indices, offsets, cores, per_sample_weights)
+        except ValueError as error:
+            raise ValueError(self._with_table_names(str(error))) from None
+        if self.lookup.check_mode == "warning" and not self._has_warned:
+            self._warn_of_bad_ids(indices, offsets)
+        return output
+
+    def _forward(
+        self, indices: Tensor, offsets: Tensor, cores: list, weights: Tensor | None
+    ) -> Tensor:
+        if self.optimizer is None:
+            return embedding_bag(
+                indices, offsets, cores=cores, lookup=self.lookup, per_sample_weights=weights
+            )
+        offsets = offsets.contiguous()
+        batch_plan = plan(indices, offsets, lookup=self.lookup)
+        weights = None if weights is None else weights.contiguous()
+        return _StepInBackward.apply(self, batch_plan, offsets, weights, *cores)
+
+    def _with_table_names(self, message: str) -> str:
+        return re.sub(
+            r"\btable (\d+)\b", lambda m: f"table {self.tables[int(m[1])].name!r}", message
+        )
+
+    def _warn_of_bad_ids(self, indices: Tensor, offsets: Tensor) -> None:
+        """Warns, once for the module, if a table was asked for rows that it does not have."""
+        batch_size = (offsets.numel() - 1) // len(self.lookup.feature_tables)
+        for feature, t in enumerate(self.lookup.feature_tables):
+            table = self.tables[t]
+            begin, end = offsets[feature * batch_size], offsets[(feature + 1) * batch_size]
+            ids = indices[int(begin) : int(end)]
+            bad = ids[(ids < 0) | (ids >= table.block_size)]
+            if bad.numel():
+                self._has_warned = True
+                warnings.warn(
+                    f"indices must be in [0, {table.block_size}) for table {table.name!r}, got "
+                    f"{int(bad[0])}: such ids read row 0 (this is said once)",
+                    stacklevel=3,
+                )
+                return
+
+
+class _StepInBackward(torch.autograd.Function):
+    """The lookup whose backward steps the cores instead of returning their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: TTTableBatchedEmbeddingBags,
+        batch_plan: list[Tensor],
+        offsets: Tensor,
+        weights: Tensor | None,
+        *cores: Tensor,
+    ) -> Tensor:
+        ctx.module, ctx.plan = module, batch_plan
+        ctx.save_for_backward(offsets, weights, *cores)
+        return embedding_bag_forward(
+            batch_plan, cores, offsets=offsets, lookup=module.lookup, per_sample_weights=weights
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple:
+        offsets, weights, *cores = ctx.saved_tensors
+        module: TTTableBatchedEmbeddingBags = ctx.module
+        optimizer, reduce_gradients = module.optimizer, module._reduce_gradients
+        assert optimizer is not None
+        call = {
+            "offsets": offsets,
+            "lookup": module.lookup,
+            "per_sample_weights": weights,
+            "weights_grad": ctx.needs_input_grad[3],
+        }
+        if reduce_gradients is None and optimizer.is_fusable:
+            grad_weights = embedding_bag_backward_update(
+                grad_output,
+                ctx.plan,
+                cores,
+                optimizer.states(),
+                optimizer=optimizer.config.optimizer,
+                learning_rate=optimizer.learning_rate,
+                eps=optimizer.config.eps,
+                **call,
+            )
+        else:
+            grads, grad_weights = embedding_bag_backward_dense(grad_output, ctx.plan, cores, **call)
+            if reduce_gradients is not None:
+                reduce_gradients(grads)
+            optimizer.step(cores, grads)
+        no_grads = [None] * len(cores)
+        return None, None, None, grad_weights if call["weights_grad"] else None, *no_grads
