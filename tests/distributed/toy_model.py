@@ -1,0 +1,193 @@
+"""A small model with two regular and two Tensor-Train tables, its batches and its shardings."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt.distributed.planner.planners import tt_planner
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+
+KEYS = ["f0", "f1", "f2", "f3"]
+NUM_IDS = {"f0": 100, "f1": 200, "f2": 110, "f3": 119}
+OUTPUTS = ["f0@r0", "f2", "f0@t0", "f1", "f3"]
+BATCH_SIZE = 8  # per rank
+LR = 0.1
+EPS = 1e-8
+
+OPTIMIZERS: dict[str, tuple[EmbOptimType, Any]] = {
+    "sgd": (EmbOptimType.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=LR)),
+    "adagrad": (EmbOptimType.EXACT_ADAGRAD, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS)),
+}
+
+
+class ToyModel(nn.Module):
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.over = nn.Linear(64, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, 1]
+        pooled = self.ebc(features)
+        # By key: the sharded collection returns them in another order than the unsharded.
+        return self.over(torch.cat([pooled[key] for key in OUTPUTS], dim=1))
+
+
+def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
+    """Feature f0 is read by a regular and a TT table; rows do not fill the TT tables' factors."""
+    return [
+        EmbeddingBagConfig(
+            name="r0", num_embeddings=100, embedding_dim=16, feature_names=["f0"], pooling=pooling
+        ),
+        TTEmbeddingBagConfig(
+            name="t0",
+            num_embeddings=110,
+            embedding_dim=16,
+            feature_names=["f2", "f0"],
+            pooling=pooling,
+            tt_ranks=[3, 5],
+            row_factors=[4, 5, 6],
+            col_factors=[2, 2, 4],
+        ),
+        EmbeddingBagConfig(
+            name="r1", num_embeddings=200, embedding_dim=8, feature_names=["f1"], pooling=pooling
+        ),
+        TTEmbeddingBagConfig(
+            name="t1",
+            num_embeddings=119,
+            embedding_dim=8,
+            feature_names=["f3"],
+            pooling=pooling,
+            tt_ranks=[6],
+            row_factors=[10, 12],
+            col_factors=[2, 4],
+        ),
+    ]
+
+
+def unsharded(
+    *, seed: int = 0, pooling: PoolingType = PoolingType.SUM, is_weighted: bool = False
+) -> ToyModel:
+    torch.manual_seed(seed)
+    model = ToyModel(TTEmbeddingBagCollection(tables(pooling), is_weighted=is_weighted))
+    with torch.no_grad():  # large enough that every step shows
+        for name, parameter in model.named_parameters():
+            if "tt_cores" in name:
+                parameter.normal_(0, 0.5)
+    return model
+
+
+def on_meta(model: ToyModel) -> ToyModel:
+    """A copy with the collection on meta and the rest as it is."""
+    ebc = TTEmbeddingBagCollection(
+        copy.deepcopy(model.ebc.embedding_bag_configs()), model.ebc.is_weighted(), "meta"
+    )
+    result = ToyModel(ebc)
+    result.over.load_state_dict(model.over.state_dict())
+    return result
+
+
+def sharder(optimizer: str = "sgd", **fused_params: Any) -> TTEmbeddingBagCollectionSharder:
+    return TTEmbeddingBagCollectionSharder(
+        fused_params={
+            "optimizer": OPTIMIZERS[optimizer][0],
+            "learning_rate": LR,
+            "eps": EPS,
+            **fused_params,
+        }
+    )
+
+
+def plan_for(
+    model: nn.Module, sharding_types: Mapping[str, str], sharders: list[Any]
+) -> ShardingPlan:
+    world_size = dist.get_world_size()
+    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind]) for name, kind in sharding_types.items()
+    }
+    planner = tt_planner(topology, batch_size=BATCH_SIZE, constraints=constraints)
+    return planner.collective_plan(model, sharders)
+
+
+def sharded(
+    source: ToyModel,
+    sharding_types: Mapping[str, str],
+    *,
+    optimizer: str = "sgd",
+    load: bool = True,
+    tt_sharder: Any = None,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The sharded model with the values of `source`, and the optimizer of all its parameters."""
+    sharders = [tt_sharder or sharder(optimizer)]
+    meta = on_meta(source)
+    plan = plan_for(meta, sharding_types, sharders)
+    model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    if load:
+        model.load_state_dict(copy.deepcopy(source.state_dict()))
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), OPTIMIZERS[optimizer][1]
+    )
+    return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def batches(num: int, *, size: int, seed: int = 1) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Lengths and ids per feature of `num` global batches; some bags are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for _ in range(num):
+        lengths = [torch.randint(0, 4, (size,), generator=generator) for _ in KEYS]
+        ids = [
+            torch.randint(0, NUM_IDS[key], (int(n.sum()),), generator=generator)
+            for key, n in zip(KEYS, lengths, strict=True)
+        ]
+        result.append((lengths, ids))
+    return result
+
+
+def kjt(
+    batch: tuple[list[Tensor], list[Tensor]], *, start: int, stop: int, is_weighted: bool = False
+) -> KeyedJaggedTensor:
+    """Samples `start` to `stop` of a global batch."""
+    lengths, ids = [], []
+    for n, values in zip(*batch, strict=True):
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), n.cumsum(0)])
+        lengths.append(n[start:stop])
+        ids.append(values[offsets[start] : offsets[stop]])
+    values = torch.cat(ids)
+    weights = values.float() * 0.01 + 0.5 if is_weighted else None
+    return KeyedJaggedTensor(keys=KEYS, values=values, lengths=torch.cat(lengths), weights=weights)
+
+
+def full_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state dict with every ShardedTensor whole, on every rank."""
+    result = {}
+    for key, value in state_dict.items():
+        if isinstance(value, ShardedTensor):
+            whole = torch.zeros(value.size())
+            for shard in value.local_shards():
+                where = [
+                    slice(o, o + n)
+                    for o, n in zip(
+                        shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True
+                    )
+                ]
+                whole[where] = shard.tensor.detach()
+            dist.all_reduce(whole)
+            result[key] = whole
+        else:
+            result[key] = value.detach().clone()
+    return result

@@ -1,0 +1,189 @@
+"""The compute kernels that put Tensor-Train tables into TorchRec's grouped lookups."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import pooling_type_to_pooling_mode
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
+from torchrec_tt.modules.table_batched import TTTable, TTTableBatchedEmbeddingBags
+from torchrec_tt.optim import TTOptimizerConfig
+
+TT_SHAPE = "_tt_shape"  # a table's TTShape in ShardedEmbeddingTable.fused_params
+
+_CHECK_MODES = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
+
+
+class TTBatchedDenseEmbeddingBag(BaseEmbedding):
+    """Data-parallel TT tables: ordinary parameters, reduced by the lookup's DDP.
+
+    Args:
+        config: the tables of the kernel; each one's `fused_params` hold its TTShape.
+        pg: the ranks that share the tables.
+        device: where the cores live.
+        sharding_type: ROW_WISE where the kernel answers for a block of rows, else None.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        *,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        sharding_type: ShardingType | None = None,
+        optimizer: TTOptimizerConfig | None = None,
+        reduce_gradients: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._pg = pg
+        pooling = pooling_type_to_pooling_mode(config.pooling, sharding_type)  # SUM if row-wise
+        self._emb_module = TTTableBatchedEmbeddingBags(
+            [_tt_table(t, sharding_type=sharding_type) for t in config.embedding_tables],
+            pooling="mean" if pooling.name == "MEAN" else "sum",
+            check_mode=_check_mode(config.fused_params or {}),
+            optimizer=optimizer,
+            reduce_gradients=reduce_gradients,
+            device=device,
+        )
+        output_dtype = (config.fused_params or {}).get("output_dtype")
+        self._output_dtype = torch.float32 if output_dtype is None else output_dtype.as_dtype()
+
+    @property
+    def config(self) -> GroupedEmbeddingConfig:
+        return self._config
+
+    @property
+    def emb_module(self) -> TTTableBatchedEmbeddingBags:
+        return self._emb_module
+
+    def cores(self, table: str) -> nn.ParameterList:
+        """Returns the cores of one of the kernel's tables, `d` of `[m_k, r_k * n_k * r_{k+1}]`."""
+        return self._emb_module.cores[table]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        pooled = self._emb_module(
+            features.values(),
+            features.offsets(),
+            per_sample_weights=None if weights is None else weights.float(),
+        )
+        return pooled.to(self._output_dtype)
+
+    # ShardedTTEmbeddingBagCollection keeps the cores in its own state dict, under `tt_cores`.
+
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        return {} if destination is None else destination
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from ()  # what is yielded would be registered as `<table>.weight`
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        yield from ()  # DDP would broadcast them from rank 0 at every step
+
+    def flush(self) -> None:
+        """Does nothing: no values are kept outside the cores."""
+
+    def purge(self) -> None:
+        """Does nothing: no values are kept outside the cores."""
+
+
+class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModule):
+    """Model-parallel TT tables: the cores are updated in backward, as TBE updates its rows.
+
+    A table-wise table has one owner. A row-wise table's cores are replicated on the ranks of its
+    blocks; backward sums their gradients over these ranks, one all-reduce for all tables of the
+    kernel, and every replica takes the same step.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        *,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        sharding_type: ShardingType | None,
+    ) -> None:
+        is_replicated = sharding_type == ShardingType.ROW_WISE
+        reduces = is_replicated and dist.get_world_size(pg) > 1
+        super().__init__(
+            config,
+            pg=pg,
+            device=device,
+            sharding_type=sharding_type,
+            optimizer=core_optimizer_config(config.fused_params),
+            reduce_gradients=_sum_over(pg) if reduces else None,
+        )
+        params = {
+            f"{table.name}.tt_cores.{k}": core
+            for table in config.embedding_tables
+            for k, core in enumerate(self.cores(table.name))
+        }
+        owned = {} if is_replicated else _placements(config, params)
+        self._optim = TTFusedOptimizer(
+            self._emb_module.optimizer, params=params, owned=owned, pg=pg
+        )
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        return self._optim
+
+
+def _tt_table(table: ShardedEmbeddingTable, *, sharding_type: ShardingType | None) -> TTTable:
+    block: dict[str, int] = {}
+    if sharding_type == ShardingType.ROW_WISE:
+        shard = table.local_metadata
+        block = {"row_offset": shard.shard_offsets[0], "num_rows": shard.shard_sizes[0]}
+    return TTTable(
+        name=table.name,
+        shape=table.fused_params[TT_SHAPE],
+        num_features=table.num_features(),
+        **block,
+    )
+
+
+def _check_mode(fused_params: dict[str, Any]) -> Any:
+    mode = fused_params.get("bounds_check_mode")
+    if mode is None:
+        return "fatal"
+    name = mode.name.removeprefix("V2_")
+    if name not in _CHECK_MODES:
+        raise ValueError(
+            f"bounds_check_mode must be one of {list(_CHECK_MODES)} for Tensor-Train tables, "
+            f"got {mode}"
+        )
+    return _CHECK_MODES[name]
+
+
+def _placements(config: GroupedEmbeddingConfig, params: dict[str, nn.Parameter]) -> dict[str, Any]:
+    """Placement of every core, by name, of tables that have one owner."""
+    placement = {
+        table.name: table.global_metadata.shards_metadata[0].placement
+        for table in config.embedding_tables
+    }
+    return {name: placement[name.rpartition(".tt_cores.")[0]] for name in params}
+
+
+def _sum_over(pg: dist.ProcessGroup | None) -> Callable[[list[Tensor]], None]:
+    """Returns a function that sums gradients over `pg` in place, in one all-reduce."""
+
+    def reduce_gradients(gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=pg)
+        for gradient, part in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(part.view_as(gradient))
+
+    return reduce_gradients

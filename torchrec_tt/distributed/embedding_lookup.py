@@ -1,0 +1,31 @@
+"""The grouped lookup that knows the Tensor-Train kernels beside TorchRec's own."""
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingEnv, ShardingType
+
+from torchrec_tt.distributed.embedding_kernel import (
+    TTBatchedDenseEmbeddingBag,
+    TTBatchedFusedEmbeddingBag,
+)
+
+
+class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
+    """GroupedPooledEmbeddingsLookup whose customized kernel is the Tensor-Train one."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: torch.device | None,
+        pg: dist.ProcessGroup | None,
+        sharding_type: ShardingType | None,
+        env: ShardingEnv | None,
+    ) -> BaseEmbedding:
+        if config.compute_kernel != EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
+            return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
+        if config.embedding_tables[0].global_metadata is None:  # data-parallel
+            return TTBatchedDenseEmbeddingBag(config, pg=pg, device=device)
+        return TTBatchedFusedEmbeddingBag(config, pg=pg, device=device, sharding_type=sharding_type)

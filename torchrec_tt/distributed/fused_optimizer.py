@@ -1,0 +1,114 @@
+"""The optimizer that steps model-parallel cores in backward, as TorchRec configures and sees it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.optim.fused import FusedOptimizer
+
+from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
+
+_OPTIMIZERS = {
+    EmbOptimType.SGD: "sgd",
+    EmbOptimType.EXACT_SGD: "sgd",
+    EmbOptimType.EXACT_ADAGRAD: "adagrad",
+}
+_UNSUPPORTED = ("gradient_clipping", "max_norm", "momentum_wd", "regularization_mode")
+_WEIGHT_DECAY_MODES = ("NONE", "L2")
+
+
+def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizerConfig:
+    """Returns the cores' optimizer that a sharder's `fused_params` ask for.
+
+    `optimizer` (default EXACT_SGD), `learning_rate`, `eps` and `weight_decay` are read; the
+    defaults are those of TTOptimizerConfig and weight decay is coupled, as in torch.optim. What
+    only the kernels of regular tables know (cache and precision settings) is left to them.
+
+    Raises:
+        ValueError: if the optimizer is not supported for Tensor-Train tables, or a setting would
+            change the update in a way that the cores' optimizer cannot follow.
+    """
+    fused_params = fused_params or {}
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if optimizer not in _OPTIMIZERS:
+        raise ValueError(
+            f"fused_params['optimizer'] must be one of {[o.name for o in _OPTIMIZERS]} for "
+            f"Tensor-Train tables, got {optimizer!r}"
+        )
+    for name in _UNSUPPORTED:
+        if fused_params.get(name):
+            raise ValueError(
+                f"fused_params[{name!r}] must be unset for Tensor-Train tables, "
+                f"got {fused_params[name]!r}"
+            )
+    mode = fused_params.get("weight_decay_mode")
+    if mode is not None and mode.name not in _WEIGHT_DECAY_MODES:
+        raise ValueError(
+            f"fused_params['weight_decay_mode'] must be one of {_WEIGHT_DECAY_MODES} for "
+            f"Tensor-Train tables, got {mode}"
+        )
+    given = {
+        k: float(fused_params[k])
+        for k in ("learning_rate", "eps", "weight_decay")
+        if k in fused_params
+    }
+    return TTOptimizerConfig(optimizer=_OPTIMIZERS[optimizer], **given)
+
+
+class TTFusedOptimizer(FusedOptimizer):
+    """A CoreOptimizer as TorchRec wants to see it: keyed by name, stepping in backward.
+
+    Learning rate schedules write to `param_groups`, which are the CoreOptimizer's own.
+
+    Args:
+        optimizer: the optimizer that the embedding kernel steps.
+        params: cores by their name in the state dict.
+        owned: the placement of cores with one owner; their state becomes a ShardedTensor.
+            State of replicated cores stays a plain tensor.
+        pg: the process group of the ShardedTensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: CoreOptimizer,
+        *,
+        params: dict[str, nn.Parameter],
+        owned: Mapping[str, Any],
+        pg: dist.ProcessGroup | None,
+    ) -> None:
+        state: dict[Tensor, dict[str, Any]] = {}
+        for name, param in params.items():
+            state[param] = {
+                key: one_owner_tensor(value, size=value.shape, placement=owned[name], pg=pg)
+                if name in owned
+                else value
+                for key, value in optimizer.state.get(param, {}).items()
+            }
+            param._in_backward_optimizers = [self]  # keeps the core from the dense optimizer
+        super().__init__(params, state, optimizer.param_groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing: the step was taken in backward."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Does nothing: the cores have no gradients."""
+
+
+def one_owner_tensor(
+    tensor: Tensor | None,  # the whole tensor on its owner, None elsewhere
+    *,
+    size: Any,
+    placement: Any,
+    pg: dist.ProcessGroup | None,
+) -> ShardedTensor:
+    """Returns a ShardedTensor of one shard; no communication."""
+    shard = ShardMetadata([0] * len(size), list(size), placement)
+    metadata = EnumerableShardingSpec([shard]).build_metadata(size, TensorProperties())
+    local = [] if tensor is None else [Shard(tensor.detach(), shard)]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local_shards=local, sharded_tensor_metadata=metadata, process_group=pg
+    )

@@ -1,0 +1,83 @@
+"""The sharding options of a model with Tensor-Train tables."""
+
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+
+from torchrec_tt.distributed.sharding_plan import (
+    ROW_SPLITTING_TYPES,
+    TT_COMPUTE_KERNEL,
+    TT_SHARDING_TYPES,
+    check_cache_params,
+    check_sharding_type,
+)
+from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
+
+
+class TTEmbeddingEnumerator(EmbeddingEnumerator):
+    """EmbeddingEnumerator that gives every table the options it really has.
+
+    TT tables get the TT kernel with the TT sharding types, whatever the sharder lists for the
+    regular tables of the collection; regular tables never get the TT kernel. Row-wise options
+    that TorchRec would not make by itself (on the CPU; for MEAN tables, see `check_mean_pooling`)
+    are offered for regular tables and for MEAN tables only where a constraint asks for them.
+    """
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """Returns the options of all tables, with estimates.
+
+        Raises:
+            ValueError: if a constraint asks of a TT table what it cannot have.
+        """
+        collections = [m for m in module.modules() if isinstance(m, TTEmbeddingBagCollection)]
+        configs = [c for m in collections for c in m.embedding_bag_configs()]
+        self._tt_tables = {name for m in collections for name in m.tt_shapes}
+        self._mean_tables = {c.name for c in configs if c.pooling == PoolingType.MEAN}
+        self._regular_tables = {c.name for c in configs} - self._tt_tables
+        self._check_constraints()
+        return super().enumerate(module, sharders)
+
+    def _check_constraints(self) -> None:
+        for name in sorted(self._tt_tables):
+            constraints = (self._constraints or {}).get(name)
+            if constraints is None:
+                continue
+            check_cache_params(name, constraints.cache_params)
+            for sharding_type in constraints.sharding_types or []:
+                check_sharding_type(name, sharding_type)
+            kernels = constraints.compute_kernels
+            if kernels and TT_COMPUTE_KERNEL not in kernels:
+                raise ValueError(
+                    f"compute_kernels must have {TT_COMPUTE_KERNEL!r} or be unset for a "
+                    f"Tensor-Train table, got {kernels} for table {name!r}"
+                )
+
+    def _filter_sharding_types(
+        self, name: str, allowed_sharding_types: list[str], *args: Any, **kwargs: Any
+    ) -> list[str]:
+        constraints = (self._constraints or {}).get(name)
+        asked = (constraints and constraints.sharding_types) or []
+        if name in self._tt_tables:
+            types = [t for t in TT_SHARDING_TYPES if not asked or t in asked]
+        else:
+            types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
+        if asked:
+            return types
+        if name in self._mean_tables:
+            return [t for t in types if t not in ROW_SPLITTING_TYPES]
+        if name in self._regular_tables and self._compute_device == "cpu":
+            return [t for t in types if t != ShardingType.ROW_WISE.value]
+        return types
+
+    def _filter_compute_kernels(
+        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
+    ) -> list[str]:
+        if name in self._tt_tables:
+            return [TT_COMPUTE_KERNEL]
+        return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)

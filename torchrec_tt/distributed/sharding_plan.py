@@ -1,0 +1,166 @@
+"""What a sharding plan may say of a collection with Tensor-Train tables, checked on every rank.
+
+A plan is global: every rank holds the same one. So everything here raises the same error on every
+rank, before any collective.
+"""
+
+import copy
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection, tt_configs
+
+TT_COMPUTE_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+TT_SHARDING_TYPES = (
+    ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_WISE.value,
+    ShardingType.ROW_WISE.value,
+)
+# Types whose pooled output is summed over ranks that each hold some of the rows.
+ROW_SPLITTING_TYPES = (
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+)
+
+
+def check_env(env: ShardingEnv) -> None:
+    """Raises NotImplementedError for sharding environments that TT tables cannot join."""
+    if isinstance(env, ShardingEnv2D):
+        raise NotImplementedError(
+            "2D parallelism (ShardingEnv2D) is not supported by TTEmbeddingBagCollection: its "
+            "weight sync does not know Tensor-Train cores; supported is ShardingEnv"
+        )
+    if env.output_dtensor:
+        raise NotImplementedError(
+            "DTensor state dicts (ShardingEnv.output_dtensor) are not supported by "
+            "TTEmbeddingBagCollection; supported are ShardedTensor ones"
+        )
+
+
+def check_plan(
+    module: TTEmbeddingBagCollection, plan: Mapping[str, ParameterSharding], *, world_size: int
+) -> None:
+    """Raises ValueError, naming the table, where `plan` cannot shard `module`."""
+    configs = module.embedding_bag_configs()
+    for config in configs:
+        if config.name not in plan:
+            raise ValueError(
+                f"plan must have every table of the collection, got none for {config.name!r}"
+            )
+    for config in tt_configs(configs):
+        _check_tt_table(config, plan[config.name], world_size=world_size)
+    check_mean_pooling(configs, {name: p.sharding_type for name, p in plan.items()})
+
+
+def check_sharding_type(table: str, sharding_type: str) -> None:
+    """Raises ValueError for a sharding type that a Tensor-Train table cannot have.
+
+    Splitting the columns would split a table's flops but not its cores.
+    """
+    if sharding_type not in TT_SHARDING_TYPES:
+        raise ValueError(
+            f"sharding_type must be one of {list(TT_SHARDING_TYPES)} for a Tensor-Train table, "
+            f"got {sharding_type!r} for table {table!r}"
+        )
+
+
+def check_mean_pooling(
+    configs: list[EmbeddingBagConfig],
+    sharding_types: Mapping[str, str],  # table name to sharding type
+) -> None:
+    """Raises ValueError where TorchRec would divide a MEAN wrongly.
+
+    TorchRec pools row-wise tables by SUM and divides afterwards, but divides the outputs of all
+    tables of the collection, those that are not row-wise too; it never divides GRID_SHARD ones.
+    """
+    for config in configs:
+        sharding_type = sharding_types[config.name]
+        if config.pooling != PoolingType.MEAN or sharding_type not in ROW_SPLITTING_TYPES:
+            continue
+        others = {c.name: sharding_types[c.name] for c in configs}
+        if sharding_type == ShardingType.GRID_SHARD.value or any(
+            other not in ROW_SPLITTING_TYPES[:2] for other in others.values()
+        ):
+            raise ValueError(
+                f"MEAN pooling of a {sharding_type} table needs every table of its collection to "
+                f"be row_wise or table_row_wise (TorchRec divides the others too), got table "
+                f"{config.name!r} in a collection sharded as {others}"
+            )
+
+
+def check_cache_params(table: str, cache_params: object) -> None:
+    """Raises ValueError where a plan or constraint wants a row cache, which does not exist yet."""
+    if cache_params is not None:
+        raise ValueError(
+            f"cache_params must be None for a Tensor-Train table, whose cores need no cache, "
+            f"got {cache_params} for table {table!r}"
+        )
+
+
+def with_tt_kernel(
+    module: TTEmbeddingBagCollection, plan: Mapping[str, ParameterSharding]
+) -> dict[str, ParameterSharding]:
+    """Returns `plan` with TT tables on the TT kernel, whatever kernel its maker thought of.
+
+    `construct_module_sharding_plan` and the stock planner know no kernel for TT tables.
+    """
+    result = dict(plan)
+    for name in module.tt_shapes:
+        result[name] = copy.copy(plan[name])
+        result[name].compute_kernel = TT_COMPUTE_KERNEL
+    return result
+
+
+def shardable_parameters(module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+    """Returns a parameter `[num_embeddings, D]` per table; on `meta` for TT tables.
+
+    TorchRec shards tables by the shape of a weight. A TT table's stands in for rows that are
+    never stored; `apply_optimizer_in_backward`'s choice for the cores goes with it.
+    """
+    return {
+        config.name: _logical_weight(module, config)
+        if isinstance(config, TTEmbeddingBagConfig)
+        else module.embedding_bags[config.name].weight
+        for config in module.embedding_bag_configs()
+    }
+
+
+def _logical_weight(module: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig) -> nn.Parameter:
+    weight = nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
+    core = module.embedding_bags[config.name].tt_cores[0]
+    if hasattr(core, "_optimizer_classes"):
+        weight._optimizer_classes = list(core._optimizer_classes)
+        weight._optimizer_kwargs = [dict(kwargs) for kwargs in core._optimizer_kwargs]
+    return weight
+
+
+def _check_tt_table(
+    config: TTEmbeddingBagConfig, sharding: ParameterSharding, *, world_size: int
+) -> None:
+    name = config.name
+    check_sharding_type(name, sharding.sharding_type)
+    check_cache_params(name, sharding.cache_params)
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return
+    if sharding.sharding_spec is None:
+        raise ValueError(f"sharding_spec must be given for table {name!r}, got None")
+    is_row_wise = sharding.sharding_type == ShardingType.ROW_WISE.value
+    num_shards = world_size if is_row_wise else 1
+    block = -(-config.num_embeddings // num_shards)
+    # TorchRec's input distribution cuts the ids so, whatever the plan says.
+    starts = [min(r * block, config.num_embeddings) for r in range(num_shards + 1)]
+    expected = [(a, b - a) for a, b in itertools.pairwise(starts)]
+    got = [(s.shard_offsets[0], s.shard_sizes[0]) for s in sharding.sharding_spec.shards]
+    if got != expected:
+        raise ValueError(
+            f"sharding_spec must cut the {config.num_embeddings} rows of table {name!r} into "
+            f"(offset, size) {expected} for {sharding.sharding_type}, got {got}"
+        )

@@ -1,0 +1,108 @@
+"""TTEmbeddingBagConfig, the configuration of a table that is kept in Tensor-Train form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+
+from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.init import TTInit
+from torchrec_tt.tt.shape import TTShape
+
+_DENSE_ONLY = (  # fields of EmbeddingBagConfig that speak of stored rows; a TT table has none
+    "init_fn",
+    "weight_init_max",
+    "weight_init_min",
+    "num_embeddings_post_pruning",
+    "need_pos",
+    "input_dim",
+    "total_num_buckets",
+    "use_virtual_table",
+    "virtual_table_eviction_policy",
+    "enable_embedding_update",
+    "stash_weights",
+)
+_POOLINGS = (PoolingType.SUM, PoolingType.MEAN)
+_DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's EmbeddingBagCollection
+
+
+@dataclass
+class TTEmbeddingBagConfig(EmbeddingBagConfig):
+    """An EmbeddingBagConfig whose table is stored as Tensor-Train cores.
+
+    Args:
+        tt_ranks: the inner ranks, one fewer than there are cores. Required.
+        row_factors: factors of the rows, one per core; None chooses balanced ones.
+        col_factors: factors of the columns, one per core; None chooses balanced ones.
+        tt_init: distribution the cores are drawn from.
+
+    The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
+    describe stored rows and are refused: `tt_init` takes their place.
+
+    Raises:
+        ValueError: if the factors or ranks do not fit the table, or an argument has no meaning
+            for a table without stored rows.
+
+    Example:
+        >>> config = TTEmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16,
+        ...                               feature_names=["f"], tt_ranks=[8, 8])
+        >>> config.tt_shape.num_cores
+        3
+    """
+
+    tt_ranks: Sequence[int] = field(default_factory=list)
+    row_factors: Sequence[int] | None = None
+    col_factors: Sequence[int] | None = None
+    tt_init: TTInit = "sampled_gaussian"
+
+    def __post_init__(self) -> None:
+        # EmbeddingBagConfig.__post_init__ only sets init_fn, which a TT table has not.
+        if not self.tt_ranks:
+            raise ValueError(
+                f"tt_ranks must have one entry fewer than the table has cores, got {self.tt_ranks}"
+                f" for table {self.name!r}"
+            )
+        for name in _DENSE_ONLY:
+            if value := getattr(self, name, None):
+                raise ValueError(
+                    f"{name} must be left unset for a Tensor-Train table, which stores no rows, "
+                    f"got {value!r} for table {self.name!r}"
+                )
+        if self.data_type != DataType.FP32:
+            raise ValueError(
+                f"data_type must be {DataType.FP32} for a Tensor-Train table, "
+                f"got {self.data_type} for table {self.name!r}"
+            )
+        self._tt_shape = make_shape(
+            self.num_embeddings,
+            self.embedding_dim,
+            tt_ranks=self.tt_ranks,
+            row_factors=self.row_factors,
+            col_factors=self.col_factors,
+        )
+
+    @property
+    def tt_shape(self) -> TTShape:
+        return self._tt_shape
+
+
+def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> None:
+    """Raises ValueError, naming the table, for configs that cannot form a collection."""
+    names = [table.name for table in tables]
+    for table in tables:
+        if names.count(table.name) > 1:
+            raise ValueError(f"tables must have distinct names, got {table.name!r} twice")
+        if table.pooling not in _POOLINGS:
+            raise ValueError(
+                f"pooling must be SUM or MEAN, got {table.pooling} for table {table.name!r}"
+            )
+        if is_weighted and table.pooling != PoolingType.SUM:
+            raise ValueError(
+                f"pooling must be SUM in a weighted collection, as nn.EmbeddingBag demands, "
+                f"got {table.pooling} for table {table.name!r}"
+            )
+        if table.data_type not in _DENSE_DATA_TYPES:
+            raise ValueError(
+                f"data_type must be one of {[t.value for t in _DENSE_DATA_TYPES]}, "
+                f"got {table.data_type} for table {table.name!r}"
+            )

@@ -1,0 +1,188 @@
+"""TTEmbeddingBagCollection: pooled tables, some of them in Tensor-Train form."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig, check_tables
+from torchrec_tt.tt.init import init_cores_, table_generator
+from torchrec_tt.tt.shape import TTShape
+
+
+class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerModule):
+    """An EmbeddingBagCollection in which tables may be Tensor-Train tables.
+
+    Drop-in for torchrec's EmbeddingBagCollection: KeyedJaggedTensor in, KeyedTensor out, the same
+    names and order of the outputs. Regular tables have the state dict key
+    `embedding_bags.<table>.weight`, TT tables `embedding_bags.<table>.tt_cores.<k>`.
+
+    A TT table's first values depend on its name and `torch.initial_seed()` alone, so they are the
+    same unsharded and under any sharding.
+
+    Args:
+        tables: the tables, `TTEmbeddingBagConfig` for those in Tensor-Train form.
+        is_weighted: whether the features carry per-sample weights.
+        device: where the tables live; None is the CPU, "meta" allocates nothing.
+
+    Raises:
+        ValueError: if two tables have the same name, or a pooling or data type is not supported.
+
+    Example:
+        >>> ebc = TTEmbeddingBagCollection(tables=[
+        ...     EmbeddingBagConfig(name="a", num_embeddings=10, embedding_dim=8,
+        ...                        feature_names=["fa"]),
+        ...     TTEmbeddingBagConfig(name="b", num_embeddings=100_000, embedding_dim=8,
+        ...                          feature_names=["fb"], tt_ranks=[4, 4]),
+        ... ])
+        >>> kjt = KeyedJaggedTensor(keys=["fa", "fb"], values=torch.tensor([1, 2, 77_777]),
+        ...                         lengths=torch.tensor([1, 1, 0, 1]))
+        >>> ebc(kjt).values().shape
+        torch.Size([2, 16])
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_tables(tables, is_weighted=is_weighted)
+        for table in tables:
+            if not table.feature_names:
+                table.feature_names = [table.name]
+        self._is_weighted = is_weighted
+        self._embedding_bag_configs = tables
+        self._device = torch.device(device or "cpu")
+        self._embedding_names = [n for names in get_embedding_names_by_table(tables) for n in names]
+        self._lengths_per_embedding = [t.embedding_dim for t in tables for _ in t.feature_names]
+        self.embedding_bags = nn.ModuleDict(
+            {table.name: _embedding_bag(table, device=self._device) for table in tables}
+        )
+        self.reset_parameters()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # values [B, sum of D]
+        """Returns the pooled embedding of every feature of every table.
+
+        Raises:
+            NotImplementedError: if the features have different batch sizes (VBE).
+        """
+        features = maybe_td_to_kjt(features, None)
+        check_one_batch_size(features)
+        feature_dict = features.to_dict()
+        pooled = []
+        for table in self._embedding_bag_configs:
+            for feature_name in table.feature_names:
+                feature = feature_dict[feature_name]
+                weights = feature.weights() if self._is_weighted else None
+                bag = self.embedding_bags[table.name]
+                pooled.append(
+                    bag(feature.values(), feature.offsets(), per_sample_weights=weights).float()
+                )
+        return KeyedTensor(
+            keys=self._embedding_names,
+            values=torch.cat(pooled, dim=1),
+            length_per_key=self._lengths_per_embedding,
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._embedding_bag_configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def tt_shapes(self) -> dict[str, TTShape]:
+        """Shapes of the Tensor-Train tables by table name."""
+        return {t.name: t.tt_shape for t in tt_configs(self._embedding_bag_configs)}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws every table anew; TT tables get the values that their name and seed say."""
+        if self._device.type == "meta":
+            return
+        for table in self._embedding_bag_configs:
+            bag = self.embedding_bags[table.name]
+            if isinstance(table, TTEmbeddingBagConfig):
+                reset_cores_(bag.tt_cores, config=table, seed=torch.initial_seed())
+            else:
+                table.init_fn(bag.weight)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Raises: DistributedModelParallel asks for it where it left this collection unsharded.
+
+        Without this the tables would be replicated on every rank without a word.
+        """
+        raise ValueError(
+            f"sharders must have a TTEmbeddingBagCollectionSharder and the plan must have every "
+            f"TTEmbeddingBagCollection, got one that DistributedModelParallel left unsharded, "
+            f"with the Tensor-Train tables {list(self.tt_shapes)}"
+        )
+
+
+def tt_configs(tables: Sequence[EmbeddingBagConfig]) -> list[TTEmbeddingBagConfig]:
+    """Returns those of `tables` that are Tensor-Train tables."""
+    return [table for table in tables if isinstance(table, TTEmbeddingBagConfig)]
+
+
+def check_one_batch_size(features: KeyedJaggedTensor) -> None:
+    """Raises NotImplementedError for features with different batch sizes (VBE)."""
+    if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+        raise NotImplementedError(
+            "variable batch size per feature (VBE) is not supported by TTEmbeddingBagCollection; "
+            f"features must have one batch size, got {features.stride_per_key_per_rank()}"
+        )
+
+
+@torch.no_grad()
+def reset_cores_(
+    cores: Sequence[Tensor],  # d of [m_k, r_k * n_k * r_{k+1}]
+    *,
+    config: TTEmbeddingBagConfig,
+    seed: int,
+) -> None:
+    """Draws a table's cores in place; the values depend on its name and `seed`, not the device."""
+    drawn = [torch.empty(shape) for shape in config.tt_shape.core_shapes]
+    generator = table_generator(config.name, seed=seed)
+    init_cores_(drawn, shape=config.tt_shape, method=config.tt_init, generator=generator)
+    for core, values in zip(cores, drawn, strict=True):
+        core.copy_(values)
+
+
+def _embedding_bag(table: EmbeddingBagConfig, *, device: torch.device) -> nn.Module:
+    mode = pooling_type_to_str(table.pooling)
+    if isinstance(table, TTEmbeddingBagConfig):
+        return TTEmbeddingBag(
+            table.num_embeddings,
+            table.embedding_dim,
+            tt_ranks=table.tt_shape.tt_ranks,
+            row_factors=table.tt_shape.row_factors,
+            col_factors=table.tt_shape.col_factors,
+            mode=mode,
+            include_last_offset=True,
+            device=device,
+        )
+    return nn.EmbeddingBag(
+        table.num_embeddings,
+        table.embedding_dim,
+        mode=mode,
+        include_last_offset=True,
+        device=device,
+        dtype=torch.float32 if table.data_type.value == "FP32" else torch.float16,
+    )
