@@ -23,14 +23,16 @@ def rows(
         >>> rows(cores, torch.tensor([5]), shape=shape)
         tensor([[3., 3., 3., 3.]])
     """
-    result = indices.new_ones((indices.numel(), 1, 1), dtype=cores[0].dtype)
+    num_indices = indices.numel()
+    indices = indices.reshape(-1).long()  # the product of the row factors may not fit into int32
+    result = cores[0].new_ones(num_indices, 1, 1)  # [N, columns so far, r_k]
     place = shape.num_rows_padded
     for core, m, (r_in, n, r_out) in zip(cores, shape.row_factors, shape.slice_shapes, strict=True):
         place //= m
         digit = indices // place % m
-        piece = core[digit].view(-1, r_in, n * r_out)
-        result = torch.bmm(result, piece).view(indices.numel(), -1, r_out)
-    return result.view(indices.numel(), shape.embedding_dim)
+        piece = core[digit].view(num_indices, r_in, n * r_out)
+        result = torch.bmm(result, piece).view(num_indices, result.shape[1] * n, r_out)
+    return result.view(num_indices, shape.embedding_dim)
 
 
 def dense(cores: Sequence[Tensor], *, shape: TTShape) -> Tensor:  # [num_embeddings, D]
