@@ -1,0 +1,167 @@
+import math
+import random
+
+import pytest
+import torch
+
+from torchrec_tt.tt.cost import (
+    OPTIMIZERS,
+    core_bytes,
+    dense_bytes,
+    expected_unique,
+    lookup_flops,
+    optimizer_state_bytes,
+    workspace_bytes,
+)
+from torchrec_tt.tt.shape import TTShape
+
+LARGE = TTShape(
+    num_embeddings=10_000_000,
+    embedding_dim=64,
+    row_factors=(200, 220, 250),
+    col_factors=(4, 4, 4),
+    tt_ranks=(16, 16),
+)
+
+
+def test_bytes_of_ten_million_rows() -> None:
+    assert LARGE.num_parameters == 254_080
+    assert core_bytes(LARGE) == 1_016_320
+    assert dense_bytes(LARGE) == 2_560_000_000
+    assert core_bytes(LARGE, element_size=2) == 508_160
+    assert dense_bytes(LARGE, element_size=2) == 1_280_000_000
+
+
+def test_core_bytes_are_those_of_tensors() -> None:
+    cores = [torch.empty(shape) for shape in LARGE.core_shapes]
+    assert core_bytes(LARGE) == sum(core.nbytes for core in cores)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_bytes"),
+    [
+        ("sgd", 0),
+        ("adagrad", 1_016_320),
+        ("rowwise_adagrad", (200 + 220 + 250) * 4),
+        ("adam", 2 * 1_016_320),
+    ],
+)
+def test_optimizer_state_bytes(optimizer: str, num_bytes: int) -> None:
+    assert optimizer_state_bytes(LARGE, optimizer=optimizer) == num_bytes
+    assert optimizer in OPTIMIZERS
+
+
+@pytest.mark.slow  # the first torch.optim of a process imports much
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_optimizer_state_bytes_are_those_torch_keeps(optimizer: str) -> None:
+    cores = [torch.zeros(shape, requires_grad=True) for shape in LARGE.core_shapes]
+    step = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[optimizer](cores)
+    for core in cores:
+        core.grad = torch.zeros_like(core)
+    step.step()
+    kept = sum(
+        value.nbytes
+        for state in step.state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    assert optimizer_state_bytes(LARGE, optimizer=optimizer) == kept
+
+
+def test_an_unknown_optimizer_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"optimizer must be one of \('sgd', .*, got 'lamb'"):
+        optimizer_state_bytes(LARGE, optimizer="lamb")
+
+
+def test_two_cores_multiply_rows_only() -> None:
+    shape = TTShape(
+        num_embeddings=12, embedding_dim=6, row_factors=(3, 4), col_factors=(2, 3), tt_ranks=(5,)
+    )
+    flops = lookup_flops(shape, num_rows=10, num_prefixes=3)
+    assert flops.forward == 10 * 2 * 6 * 5
+    assert flops.backward == 2 * 10 * 2 * 6 * 5
+
+
+def test_three_cores_multiply_prefixes_and_rows() -> None:
+    shape = TTShape(
+        num_embeddings=24,
+        embedding_dim=30,
+        row_factors=(2, 3, 4),
+        col_factors=(2, 3, 5),
+        tt_ranks=(7, 11),
+    )
+    prefix, row = 3 * (2 * 2 * 7 * 3 * 11), 10 * (2 * 30 * 11)
+    flops = lookup_flops(shape, num_rows=10, num_prefixes=3)
+    assert flops.forward == prefix + row
+    assert flops.backward == 3 * prefix + 2 * row
+
+
+def test_four_cores_multiply_heads_too() -> None:
+    shape = TTShape(
+        num_embeddings=120,
+        embedding_dim=16,
+        row_factors=(2, 3, 4, 5),
+        col_factors=(2, 2, 2, 2),
+        tt_ranks=(3, 5, 7),
+    )
+    head, prefix, row = 2 * 2 * 3 * 2 * 5, 2 * 4 * 5 * 2 * 7, 2 * 16 * 7
+    flops = lookup_flops(shape, num_rows=30, num_prefixes=20, num_heads=4)
+    assert flops.forward == 4 * head + 20 * prefix + 30 * row
+    assert flops.backward == 3 * (4 * head + 20 * prefix) + 2 * 30 * row
+    assert lookup_flops(shape, num_rows=30, num_prefixes=20).forward == (
+        (2 * 3) * head + 20 * prefix + 30 * row
+    )
+
+
+def test_flops_of_the_measured_batch() -> None:
+    """16384 scattered ids, dim 64, rank 32: 0.26 GFLOP forward, 1.02 with backward."""
+    shape = TTShape(
+        num_embeddings=11_000_000,
+        embedding_dim=64,
+        row_factors=(200, 220, 250),
+        col_factors=(4, 4, 4),
+        tt_ranks=(32, 32),
+    )
+    flops = lookup_flops(shape, num_rows=7_700, num_prefixes=7_100)
+    assert flops.forward == pytest.approx(0.26e9, rel=0.02)
+    assert flops.forward + flops.backward == pytest.approx(1.02e9, rel=0.01)
+
+
+def test_expected_unique_by_hand() -> None:
+    assert expected_unique(0, 5) == 0
+    assert expected_unique(1, 5) == pytest.approx(1)
+    assert expected_unique(2, 2) == pytest.approx(1.5)
+    assert expected_unique(3, 3) == pytest.approx(3 * (1 - (2 / 3) ** 3))
+    assert expected_unique(4, 1) == 1
+    assert expected_unique(0.25, 1) == 0.25
+    assert expected_unique(0.5, 2) == 0.5
+
+
+def test_expected_unique_is_what_draws_give() -> None:
+    generator = random.Random(0)
+    counts = [len({generator.randrange(50) for _ in range(60)}) for _ in range(2000)]
+    # The deviation of one count is about 2.6, of the mean of 2000 about 0.06.
+    assert sum(counts) / len(counts) == pytest.approx(expected_unique(60, 50), abs=0.25)
+
+
+def test_expected_unique_keeps_its_digits_for_huge_tables() -> None:
+    draws, values = 1000, 10**15
+    collisions = draws * (draws - 1) / 2 / values
+    assert draws - expected_unique(draws, values) == pytest.approx(collisions, rel=1e-2)
+    assert expected_unique(10**12, 10**18) <= 10**12
+    assert math.isclose(expected_unique(1e12, 1000), 1000)
+
+
+@pytest.mark.parametrize(
+    ("num_draws", "num_values", "message"),
+    [(-1, 5, "num_draws must not be negative, got -1"), (3, 0, "num_values must be positive")],
+)
+def test_expected_unique_refuses_nonsense(num_draws: int, num_values: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        expected_unique(num_draws, num_values)
+
+
+def test_workspace_is_rows_and_plan_per_index() -> None:
+    assert workspace_bytes(LARGE, num_indices=1000) == 1000 * (64 * 4 + 4 * 4 + 8)
+    assert workspace_bytes(LARGE, num_indices=0) == 0
+    assert workspace_bytes(LARGE, num_indices=0.5) == 140
