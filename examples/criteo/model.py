@@ -1,0 +1,188 @@
+"""The DLRM of the Criteo example: which tables are Tensor-Train (TT), and how they are sharded."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_tt import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingBagConfig,
+    tt_planner,
+)
+
+# TT tables take these in turn, the largest first, so that the example trains each of them:
+# ROW_WISE spreads a table's lookups over all ranks, TABLE_WISE gives them to one rank and needs
+# no sum of core gradients, DATA_PARALLEL needs no exchange of ids and rows.
+_TT_SHARDING_TYPES = (
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_WISE.value,
+    ShardingType.DATA_PARALLEL.value,
+)
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """One optimizer for every parameter: SGD, or Adagrad where `adagrad` is set."""
+
+    learning_rate: float
+    adagrad: bool
+    freeze_tt: bool
+
+
+def largest_columns(num_embeddings: Sequence[int], *, count: int) -> list[int]:
+    """Returns the `count` columns with the largest tables, the largest first."""
+    return sorted(range(len(num_embeddings)), key=lambda c: -num_embeddings[c])[:count]
+
+
+def table_configs(
+    num_embeddings: Sequence[int],
+    *,
+    embedding_dim: int,
+    tt_columns: Sequence[int] = (),
+    tt_ranks: Sequence[int] = (),
+) -> list[EmbeddingBagConfig]:
+    """Returns a table per categorical column, those of `tt_columns` in TT form."""
+    configs = []
+    for column, (feature, rows) in enumerate(zip(DEFAULT_CAT_NAMES, num_embeddings, strict=True)):
+        kwargs = {
+            "name": f"t_{feature}",
+            "num_embeddings": rows,
+            "embedding_dim": embedding_dim,
+            "feature_names": [feature],
+        }
+        if column in tt_columns:
+            configs.append(TTEmbeddingBagConfig(**kwargs, tt_ranks=list(tt_ranks)))
+        else:
+            configs.append(EmbeddingBagConfig(**kwargs))
+    return configs
+
+
+def table_bytes(config: EmbeddingBagConfig) -> int:
+    """Returns the bytes of a table's parameters, in whichever form it is kept."""
+    if isinstance(config, TTEmbeddingBagConfig):
+        return config.tt_shape.num_parameters * _FLOAT_BYTES
+    return dense_bytes(config)
+
+
+def dense_bytes(config: EmbeddingBagConfig) -> int:
+    """Returns the bytes of a table's rows."""
+    return config.num_embeddings * config.embedding_dim * _FLOAT_BYTES
+
+
+def sharded_dlrm(
+    configs: list[EmbeddingBagConfig],
+    *,
+    dense_arch_layer_sizes: list[int],
+    over_arch_layer_sizes: list[int],
+    batch_size: int,
+    optimizer: OptimizerConfig,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Returns the DLRM sharded over the process group, and the optimizer of all its parameters.
+
+    Without TT tables it is stock TorchRec: its collection and its sharders.
+
+    Args:
+        configs: the tables.
+        dense_arch_layer_sizes: bottom MLP; ends in the embedding dimension.
+        over_arch_layer_sizes: top MLP; ends in 1.
+        batch_size: rows per rank, for the planner.
+        optimizer: of the MLPs and of the tables.
+
+    Raises:
+        ValueError: if sizes do not fit together.
+        PlannerError: if the tables do not fit the ranks.
+    """
+    has_tt = any(isinstance(config, TTEmbeddingBagConfig) for config in configs)
+    collection_type = TTEmbeddingBagCollection if has_tt else EmbeddingBagCollection
+    model = DLRMTrain(
+        DLRM(
+            embedding_bag_collection=collection_type(tables=configs, device="meta"),
+            dense_in_features=len(DEFAULT_INT_NAMES),
+            dense_arch_layer_sizes=dense_arch_layer_sizes,
+            over_arch_layer_sizes=over_arch_layer_sizes,
+        )
+    )
+    fused_params = {
+        "optimizer": EmbOptimType.EXACT_ADAGRAD if optimizer.adagrad else EmbOptimType.EXACT_SGD,
+        "learning_rate": optimizer.learning_rate,
+    }
+    sharders = [
+        TTEmbeddingBagCollectionSharder(fused_params=fused_params),
+        EmbeddingBagCollectionSharder(fused_params=fused_params),
+    ]
+    sharders += [s for s in get_default_sharders() if s.module_type is not EmbeddingBagCollection]
+    planner = tt_planner(
+        Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+        batch_size=batch_size,
+        constraints=_constraints(configs),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.05),
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
+    return sharded, _optimizer(sharded, config=optimizer)
+
+
+def sharding_types(model: DistributedModelParallel) -> dict[str, str]:
+    """Returns each table's sharding type."""
+    plan: ShardingPlan = model.plan
+    return {
+        table: sharding.sharding_type
+        for module_plan in plan.plan.values()
+        for table, sharding in module_plan.items()
+    }
+
+
+def _constraints(configs: Sequence[EmbeddingBagConfig]) -> dict[str, ParameterConstraints]:
+    tables = [config for config in configs if isinstance(config, TTEmbeddingBagConfig)]
+    tables.sort(key=lambda config: -config.num_embeddings)
+    return {
+        table.name: ParameterConstraints(sharding_types=[sharding_type])
+        for table, sharding_type in zip(tables, cycle(_TT_SHARDING_TYPES), strict=False)
+    }
+
+
+def _optimizer(model: DistributedModelParallel, *, config: OptimizerConfig) -> CombinedOptimizer:
+    """Joins the optimizers that step in backward with one for every other parameter.
+
+    Frozen TT cores get a learning rate of 0 where backward steps them; elsewhere the optimizer
+    does not see them.
+    """
+    if config.freeze_tt:
+        for _, fused in model.fused_optimizer.optimizers:
+            if all(".tt_cores." in name for name in fused.params):
+                for group in fused.param_groups:
+                    group["lr"] = 0.0
+    cls = torch.optim.Adagrad if config.adagrad else torch.optim.SGD
+    dense = KeyedOptimizerWrapper(
+        dict(_dense_parameters(model, freeze_tt=config.freeze_tt)),
+        lambda params: cls(params, lr=config.learning_rate),
+    )
+    return CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def _dense_parameters(
+    model: DistributedModelParallel, *, freeze_tt: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+        if not (freeze_tt and ".tt_cores." in name):
+            yield name, parameter

@@ -1,0 +1,122 @@
+"""What the Criteo example measures: quality of predictions, bytes of tables, memory of a rank."""
+
+import math
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import dense_bytes, table_bytes
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_tt import TTEmbeddingBagConfig
+
+_Z_95 = 1.959964  # 97.5 % quantile of the normal distribution
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """How good predictions are.
+
+    Args:
+        auroc: area under the ROC curve.
+        auroc_interval: its 95 % confidence interval.
+        logloss: mean cross-entropy in nats.
+        normalized_entropy: logloss over that of always predicting the base rate; below 1 is
+            better than not looking at the row.
+        base_rate: ratio of positive labels.
+    """
+
+    auroc: float
+    auroc_interval: tuple[float, float]
+    logloss: float
+    normalized_entropy: float
+    base_rate: float
+
+
+def measure(
+    logits: Tensor,  # [N]
+    labels: Tensor,  # [N] integer 0 or 1, both present
+) -> Quality:
+    """Returns the quality of the predictions `sigmoid(logits)`."""
+    logits = logits.double()
+    logloss = binary_cross_entropy_with_logits(logits, labels.double()).item()
+    base_rate = labels.double().mean().item()
+    entropy = -base_rate * math.log(base_rate) - (1 - base_rate) * math.log(1 - base_rate)
+    auroc = binary_auroc(logits.sigmoid(), labels).item()
+    error = _Z_95 * auroc_standard_error(logits, labels)
+    return Quality(
+        auroc=auroc,
+        auroc_interval=(max(0.0, auroc - error), min(1.0, auroc + error)),
+        logloss=logloss,
+        normalized_entropy=logloss / entropy,
+        base_rate=base_rate,
+    )
+
+
+def auroc_standard_error(
+    scores: Tensor,  # [N]
+    labels: Tensor,  # [N] integer 0 or 1, both present
+) -> float:
+    """Returns the standard error of the AUROC of `scores`.
+
+    Its square is var(V10) / m + var(V01) / n over m positives and n negatives, where V10 is a
+    positive's ratio of negatives below it and V01 a negative's ratio of positives above it (ties
+    count half).
+
+    Reference:
+        DeLong, DeLong, Clarke-Pearson, "Comparing the areas under two or more correlated receiver
+        operating characteristic curves", Biometrics 44 (1988).
+    """
+    positives = scores[labels == 1].sort().values  # [m]
+    negatives = scores[labels == 0].sort().values  # [n]
+    v10 = _ratio_below(negatives, positives)
+    v01 = 1 - _ratio_below(positives, negatives)
+    variance = sum((v - v.mean()).square().sum() / max(len(v) - 1, 1) / len(v) for v in (v10, v01))
+    return math.sqrt(variance)
+
+
+def embedding_report(
+    configs: Sequence[EmbeddingBagConfig],
+    sharding_types: Mapping[str, str],  # table name to sharding type
+) -> dict[str, Any]:
+    """Returns what the tables weigh, altogether and each."""
+    dense = sum(dense_bytes(config) for config in configs)
+    actual = sum(table_bytes(config) for config in configs)
+    return {
+        "dense_embedding_bytes": dense,
+        "embedding_bytes": actual,
+        "compression_ratio": dense / actual,
+        "tables": [
+            {
+                "name": config.name,
+                "kind": "tt" if isinstance(config, TTEmbeddingBagConfig) else "dense",
+                "rows": config.num_embeddings,
+                "dim": config.embedding_dim,
+                "sharding_type": sharding_types[config.name],
+                "bytes": table_bytes(config),
+            }
+            for config in configs
+        ],
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Returns the largest resident memory that any rank has had so far; a collective."""
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # KiB on Linux
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak.item())
+
+
+def _ratio_below(
+    sorted_values: Tensor,  # [m]
+    queries: Tensor,  # [n]
+) -> Tensor:  # [n]
+    left = torch.searchsorted(sorted_values, queries)
+    right = torch.searchsorted(sorted_values, queries, right=True)
+    return (left + right).double() / (2 * len(sorted_values))
