@@ -7,6 +7,7 @@
 //   row_starts    [N + 1] int32  unique row u's sorted positions are [row_starts[u], row_starts[u + 1])
 //   prefix_starts [N + 1] int32  prefix q's unique rows are [prefix_starts[q], prefix_starts[q + 1])
 //   counts        [4] int64      U, U that go through the cores, Q, ids out of range
+// What lies past U or Q is filled so that it reads as empty: keys INT64_MAX, starts N and U.
 // A key is key_base + (mid * m_head + head) * m_last + last (see tt_shape.h), so keys sort by
 // (table, mid, head, last).
 #include <algorithm>
@@ -174,8 +175,10 @@ void find_rows(const Key* keys, int64_t n, const std::vector<TTShape>& tables,
     }
     plan.inverse[plan.order[i]] = static_cast<int32_t>(num_rows - 1);
   }
-  plan.row_starts[num_rows] = static_cast<int32_t>(n);
-  plan.prefix_starts[num_prefixes] = static_cast<int32_t>(num_rows);
+  std::fill(plan.row_keys + num_rows, plan.row_keys + n, std::numeric_limits<int64_t>::max());
+  std::fill(plan.row_starts + num_rows, plan.row_starts + n + 1, static_cast<int32_t>(n));
+  std::fill(plan.prefix_starts + num_prefixes, plan.prefix_starts + n + 1,
+            static_cast<int32_t>(num_rows));
   plan.counts[0] = num_rows;
   plan.counts[1] = num_rows;
   plan.counts[2] = num_prefixes;

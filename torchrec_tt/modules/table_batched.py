@@ -191,6 +191,8 @@ class _StepInBackward(torch.autograd.Function):
                 eps=optimizer.config.eps,
                 **call,
             )
+            # Another lookup that still waits for its backward must not use the stepped cores.
+            torch.autograd.graph.increment_version(cores)
         else:
             grads, grad_weights = embedding_bag_backward_dense(grad_output, ctx.plan, cores, **call)
             if reduce_gradients is not None:

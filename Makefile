@@ -1,0 +1,53 @@
+# From nothing (Python 3.10+, a C++20 compiler, make) to a running example: `make demo`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+# A Criteo TSV, plain or .gz; without it the example makes its own rows.
+DATA ?= made
+DEMO_FLAGS ?= $(if $(filter made,$(DATA)),,--compare_dense)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: build demo test lint bench cuda-check gpu-check clean
+.DELETE_ON_ERROR:
+
+build: $(VENV)/.built
+
+$(VENV)/.installed: requirements/cpu.txt
+	$(PYTHON) -c "import sys; sys.exit('Python 3.10 or later is needed, got ' + sys.version) if sys.version_info < (3, 10) else None"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: build
+	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) examples/criteo/train.py \
+	  --data "$(DATA)" --output_dir runs/demo $(DEMO_FLAGS)
+
+test: build
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: build
+	$(BIN)/python benchmarks/embedding_bag.py
+
+# Compiles every .cu for the architectures we support; there are none yet.
+cuda-check:
+	@for source in $(wildcard csrc/cuda/*.cu); do \
+	  nvcc -std=c++20 -O3 -c $$source -o /dev/null || exit 1; \
+	done; echo "cuda-check: $(words $(wildcard csrc/cuda/*.cu)) CUDA sources compiled"
+
+gpu-check: build
+	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,230 @@
+"""Times the CPU lookup beside its rivals in one run: forward, and forward + backward + SGD step.
+
+Rivals: a bmm per index in plain PyTorch (what TT-Rec's kernel does, chunked to bound its memory),
+nn.EmbeddingBag with a sparse gradient, and FBGEMM's TBE. Rivals take turns on the same batches,
+caches are flushed before every call, and medians are printed.
+
+    OMP_NUM_THREADS=1 python benchmarks/embedding_bag.py --json speed.json
+"""
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
+from torchrec_tt.ops.embedding_bag import TTTable, cpu_isa
+from torchrec_tt.optim import TTOptimizerConfig
+from torchrec_tt.tt.cores import rows as tt_rows
+from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.init import init_cores_
+from torchrec_tt.tt.shape import TTShape
+
+NUM_EMBEDDINGS = 10_131_227
+LEARNING_RATE = 1e-4
+ROWS_AT_ONCE = 8192  # of the bmm per index
+Batch = tuple[Tensor, Tensor, Tensor]  # indices [N], offsets [B + 1], grad_output [B, D]
+Step = Callable[..., None]
+
+
+def tt_step(shape: TTShape) -> Step:
+    module = TTTableBatchedEmbeddingBags(
+        [TTTable(name="table", shape=shape)],
+        optimizer=TTOptimizerConfig(learning_rate=LEARNING_RATE),
+    )
+    init_cores_(module.all_cores(), shape=shape)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        if train:
+            module(indices, offsets).backward(grad_output)
+        else:
+            with torch.no_grad():
+                module(indices, offsets)
+
+    return step
+
+
+def bmm_step(shape: TTShape) -> Step:
+    cores = [torch.empty(size).requires_grad_() for size in shape.core_shapes]
+    init_cores_(cores, shape=shape)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        output = torch.zeros_like(grad_output)
+        for begin in range(0, len(indices), ROWS_AT_ONCE):
+            part = slice(begin, begin + ROWS_AT_ONCE)
+            with torch.set_grad_enabled(train):
+                rows = tt_rows(cores, indices[part], shape=shape)
+            output.index_add_(0, bags[part], rows.detach())
+            if train:
+                rows.backward(grad_output.index_select(0, bags[part]))
+        if train:
+            with torch.no_grad():
+                for core in cores:
+                    core.add_(core.grad, alpha=-LEARNING_RATE)
+                    core.grad = None
+
+    return step
+
+
+def embedding_bag_step(shape: TTShape) -> Step:
+    module = nn.EmbeddingBag(
+        shape.num_embeddings,
+        shape.embedding_dim,
+        mode="sum",
+        sparse=True,
+        include_last_offset=True,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        with torch.set_grad_enabled(train):
+            output = module(indices, offsets)
+        if train:
+            output.backward(grad_output)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def tbe_step(shape: TTShape) -> Step:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        EmbeddingLocation,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (
+                shape.num_embeddings,
+                shape.embedding_dim,
+                EmbeddingLocation.HOST,
+                ComputeDevice.CPU,
+            )
+        ],
+        optimizer=EmbOptimType.EXACT_SGD,
+        learning_rate=LEARNING_RATE,
+        device=torch.device("cpu"),
+    )
+    module.init_embedding_weights_uniform(-0.01, 0.01)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        with torch.set_grad_enabled(train):
+            output = module(indices, offsets)
+        if train:
+            output.backward(grad_output)
+
+    return step
+
+
+STEPS = {"tt": tt_step, "bmm": bmm_step, "embedding_bag": embedding_bag_step, "tbe": tbe_step}
+
+
+@functools.cache
+def popularity(exponent: float) -> tuple[Tensor, Tensor]:
+    """Returns the cumulative Zipf law over the rows, and a scattering of ranks over ids."""
+    law = torch.arange(1, NUM_EMBEDDINGS + 1, dtype=torch.float64).pow_(-exponent).cumsum_(0)
+    scatter = torch.randperm(NUM_EMBEDDINGS, generator=torch.Generator().manual_seed(1))
+    return law / law[-1], scatter
+
+
+def make_batch(bags: int, pooling: int, *, order: str, exponent: float, dim: int) -> Batch:
+    law, scatter = popularity(exponent)
+    lengths = torch.full((bags,), 1)
+    if pooling > 1:
+        lengths = torch.randint(pooling - pooling // 3, pooling + pooling // 3 + 1, (bags,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    uniform = torch.rand(int(offsets[-1]), dtype=torch.float64)
+    rank = torch.searchsorted(law, uniform).clamp_(max=NUM_EMBEDDINGS - 1)
+    indices = scatter[rank] if order == "scattered" else rank
+    return indices, offsets, torch.randn(bags, dim) * 0.01
+
+
+def measure(steps: dict[str, Step], batches: list[Batch], rounds: int) -> dict[str, dict]:
+    """Returns the median milliseconds of each rival, forward and train."""
+    flush = torch.ones(12 * 2**20)
+    times: dict = {name: {"forward": [], "train": []} for name in steps}
+    for turn in range(rounds + 1):  # the first one warms up
+        for batch in batches:
+            for name, step in steps.items():
+                for phase in ("forward", "train"):
+                    flush.add_(0.0)
+                    begin = time.perf_counter()
+                    step(*batch, train=phase == "train")
+                    if turn:
+                        times[name][phase].append(1e3 * (time.perf_counter() - begin))
+    return {
+        name: {phase: statistics.median(values) for phase, values in phases.items()}
+        for name, phases in times.items()
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--bags", default="16384x1", help="BAGSxPOOLING,... (default 16384x1)")
+    parser.add_argument("--dims", default="64")
+    parser.add_argument("--ranks", default="32")
+    parser.add_argument("--row_factors", default="200,220,250")
+    parser.add_argument("--order", choices=["scattered", "popular"], default="scattered")
+    parser.add_argument("--zipf", type=float, default=1.05)
+    parser.add_argument("--rivals", default=",".join(STEPS))
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="also write the table to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.manual_seed(0)
+    row_factors = [int(m) for m in args.row_factors.split(",")]
+    environment = {
+        "torch": torch.__version__,
+        "isa": cpu_isa(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
+    print(", ".join(f"{key} {value}" for key, value in environment.items()))
+    print(f"{'bags':>10} {'dim':>4} {'rank':>4} {'rival':>14} {'forward ms':>11} {'train ms':>9}"
+          f" {'train / tt':>10}")  # fmt: skip
+    results = []
+    for dim in map(int, args.dims.split(",")):
+        for rank in map(int, args.ranks.split(",")):
+            shape = make_shape(
+                NUM_EMBEDDINGS,
+                dim,
+                tt_ranks=[rank] * (len(row_factors) - 1),
+                row_factors=row_factors,
+            )
+            steps = {name: STEPS[name](shape) for name in args.rivals.split(",")}
+            for size in args.bags.split(","):
+                bags, pooling = map(int, size.split("x"))
+                batches = [
+                    make_batch(bags, pooling, order=args.order, exponent=args.zipf, dim=dim)
+                    for _ in range(args.batches)
+                ]
+                times = measure(steps, batches, args.rounds)
+                for name, t in times.items():
+                    ratio = t["train"] / times.get("tt", t)["train"]
+                    print(
+                        f"{size:>10} {dim:>4} {rank:>4} {name:>14} {t['forward']:>11.2f}"
+                        f" {t['train']:>9.2f} {ratio:>10.2f}",
+                        flush=True,
+                    )
+                results.append({"bags": size, "dim": dim, "rank": rank, "ms": times})
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"environment": environment, "results": results}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

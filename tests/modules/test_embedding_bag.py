@@ -1,0 +1,143 @@
+import pytest
+import torch
+from torch import nn
+
+from torchrec_tt import TTEmbeddingBag
+
+IDS = torch.tensor([5, 2, 2, 9, 0, 49, 7])
+OFFSETS = torch.tensor([0, 3, 3, 6])  # bag 1 is empty
+
+
+def make_bag(**kwargs) -> TTEmbeddingBag:
+    torch.manual_seed(0)
+    return TTEmbeddingBag(
+        50, 8, tt_ranks=[4, 4], row_factors=[3, 4, 5], dtype=torch.float64, **kwargs
+    )
+
+
+def dense_twin(bag: TTEmbeddingBag, **kwargs) -> nn.EmbeddingBag:
+    with torch.no_grad():
+        table = bag.to_dense()
+    return nn.EmbeddingBag.from_pretrained(table, freeze=False, **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding_idx", [None, 2, -1])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+def test_it_equals_nn_embedding_bag(mode, padding_idx, include_last_offset):
+    options = {
+        "mode": mode,
+        "padding_idx": padding_idx,
+        "include_last_offset": include_last_offset,
+    }
+    offsets = torch.tensor([0, 3, 3, 6, 7]) if include_last_offset else OFFSETS
+    bag = make_bag(**options)
+    twin = dense_twin(bag, **options)
+    torch.testing.assert_close(bag(IDS, offsets), twin(IDS, offsets))
+
+
+def test_a_two_dimensional_input_is_bags_of_one_size():
+    bag = make_bag(mode="mean")
+    ids = IDS[:6].view(2, 3)
+    torch.testing.assert_close(bag(ids), dense_twin(bag, mode="mean")(ids))
+    weights = torch.rand(2, 3, dtype=torch.float64)
+    summed = make_bag(mode="sum")
+    torch.testing.assert_close(
+        summed(ids, per_sample_weights=weights),
+        dense_twin(summed, mode="sum")(ids, per_sample_weights=weights),
+    )
+
+
+def test_weights_with_padding_equal_nn_embedding_bag():
+    bag = make_bag(mode="sum", padding_idx=2)
+    weights = torch.rand(7, dtype=torch.float64)
+    expected = dense_twin(bag, mode="sum", padding_idx=2)(IDS, OFFSETS, weights)
+    torch.testing.assert_close(bag(IDS, OFFSETS, weights), expected)
+
+
+def test_every_core_gets_the_gradient_of_the_dense_definition():
+    bag = make_bag(mode="mean")
+    bag(IDS, OFFSETS).square().sum().backward()
+    grads = [core.grad.clone() for core in bag.tt_cores]
+    bag.zero_grad()
+    table = bag.to_dense()
+    nn.functional.embedding_bag(IDS, table, OFFSETS, mode="mean").square().sum().backward()
+    torch.testing.assert_close(grads, [core.grad for core in bag.tt_cores])
+
+
+def test_every_torch_optimizer_trains_it():
+    for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.RMSprop):
+        bag = make_bag(mode="sum")
+        optimizer = make(bag.parameters(), lr=0.01)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (bag(IDS, OFFSETS) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+
+def test_the_state_dict_holds_the_cores():
+    bag = make_bag()
+    assert list(bag.state_dict()) == ["tt_cores.0", "tt_cores.1", "tt_cores.2"]
+    other = make_bag()
+    for core in other.tt_cores:
+        nn.init.zeros_(core)
+    other.load_state_dict(bag.state_dict())
+    assert torch.equal(bag(IDS, OFFSETS), other(IDS, OFFSETS))
+
+
+def test_a_meta_module_has_shapes_and_no_values():
+    bag = TTEmbeddingBag(10_000_000, 64, tt_ranks=[16, 16], device="meta")
+    assert all(core.is_meta for core in bag.tt_cores)
+    assert sum(core.numel() for core in bag.parameters()) == bag.shape.num_parameters
+
+
+def test_autocast_leaves_cores_and_output_in_float32():
+    bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], mode="sum")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert bag(IDS, OFFSETS).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "median"}, "mode must be 'sum' or 'mean', got 'median'"),
+        ({"padding_idx": 50}, r"padding_idx must be in \[-50, 50\), got 50"),
+        ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64"),
+        ({"tt_ranks": [4]}, "row_factors|tt_ranks"),
+        ({"row_factors": [3, 4, 4]}, "product of at least num_embeddings=50"),
+        ({"col_factors": [2, 2, 3]}, "product embedding_dim=8"),
+        ({"tt_init": "ones"}, "got 'ones'"),
+        ({"check_mode": "none"}, "check_mode must be one of"),
+    ],
+)
+def test_arguments_that_do_not_fit_raise(arguments, message):
+    settings = {"tt_ranks": [4, 4], "row_factors": [3, 4, 5], **arguments}
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBag(50, 8, **settings)
+
+
+def test_what_nn_embedding_bag_has_and_cores_cannot_do_is_refused():
+    with pytest.raises(NotImplementedError, match="mode 'max' is not supported"):
+        TTEmbeddingBag(50, 8, tt_ranks=[4, 4], mode="max")
+    with pytest.raises(NotImplementedError, match="must come with mode 'sum', got mode 'mean'"):
+        make_bag(mode="mean")(IDS, OFFSETS, torch.ones(7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((IDS, None), "offsets must have 1 dimension"),
+        ((IDS[:6].view(2, 3), OFFSETS), "offsets must be None for a 2-D input"),
+        ((IDS.view(1, 1, 7), None), "input must have 1 or 2 dimensions, got 3"),
+        ((IDS, torch.tensor([0, 9])), r"offsets must be in \[0, 7\]"),
+        ((torch.tensor([50]), torch.tensor([0])), r"indices must be in \[0, 50\).*got 50"),
+        ((IDS, OFFSETS, torch.ones(3, dtype=torch.float64)), "must have the shape of input"),
+    ],
+)
+def test_inputs_that_do_not_fit_raise(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        make_bag(mode="sum", padding_idx=2)(*inputs)

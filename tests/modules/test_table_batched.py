@@ -1,0 +1,138 @@
+import pytest
+import torch
+
+from tests.ops.reference import Batch, dense_lookup, make_lookup
+from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
+from torchrec_tt.ops.embedding_bag import TTTable
+from torchrec_tt.optim import TTOptimizerConfig
+
+NAMES = ("3 cores", "2 cores", "4 cores")
+
+
+def make_module(**kwargs) -> TTTableBatchedEmbeddingBags:
+    module = TTTableBatchedEmbeddingBags(make_lookup(*NAMES).tables, dtype=torch.float64, **kwargs)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for core in module.all_cores():
+            core.normal_(generator=generator)
+    return module
+
+
+def torch_optimizer(cores, config: TTOptimizerConfig):
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(cores, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return torch.optim.Adagrad(
+        cores, lr=config.learning_rate, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_stepping_in_backward_equals_torch_optim(optimizer, weight_decay, is_replicated):
+    config = TTOptimizerConfig(
+        optimizer=optimizer, learning_rate=0.1, eps=1e-6, weight_decay=weight_decay
+    )
+    calls = []
+    module = make_module(optimizer=config, reduce_gradients=calls.append if is_replicated else None)
+    plain = make_module()
+    reference = torch_optimizer(plain.all_cores(), config)
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    for lr in (0.1, 0.1, 0.02):  # the learning rate is read at every step
+        module.optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = lr
+        module(batch.indices, batch.offsets).square().sum().backward()
+        reference.zero_grad()
+        plain(batch.indices, batch.offsets).square().sum().backward()
+        reference.step()
+    assert all(core.grad is None for core in module.all_cores())
+    torch.testing.assert_close(module.all_cores(), plain.all_cores())
+    assert len(calls) == (3 if is_replicated else 0)
+    if optimizer == "adagrad":
+        sums = [reference.state[core]["sum"] for core in plain.all_cores()]
+        torch.testing.assert_close(module.optimizer.states(), sums)
+
+
+def test_replicas_are_reduced_before_the_step():
+    config = TTOptimizerConfig(learning_rate=0.1)
+
+    def double(grads):
+        for grad in grads:
+            grad.mul_(2)
+
+    module, twice = make_module(optimizer=config, reduce_gradients=double), make_module()
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    module(batch.indices, batch.offsets).sum().backward()
+    (2 * twice(batch.indices, batch.offsets).sum()).backward()
+    for core, other in zip(module.all_cores(), twice.all_cores(), strict=True):
+        torch.testing.assert_close(core.detach(), (other - 0.1 * other.grad).detach())
+
+
+def test_replicas_are_reduced_although_this_one_had_no_ids():
+    calls = []
+    module = make_module(optimizer=TTOptimizerConfig(), reduce_gradients=calls.append)
+    module(torch.empty(0, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)).sum().backward()
+    assert len(calls) == 1
+    assert all(not grad.any() for grad in calls[0])
+
+
+def test_weights_are_cast_to_the_cores_and_get_their_gradient():
+    module = make_module(optimizer=TTOptimizerConfig(learning_rate=0.0))
+    batch = Batch.draw(module.lookup, dtype=torch.float32)
+    output = module(batch.indices, batch.offsets, per_sample_weights=batch.weights)
+    weights = batch.weights.detach().double().requires_grad_()
+    expected = dense_lookup(module.all_cores(), batch, lookup=module.lookup, weights=weights)
+    torch.testing.assert_close(output, expected)
+    (grad,) = torch.autograd.grad(output.square().sum(), [batch.weights])
+    (wanted,) = torch.autograd.grad(expected.square().sum(), [weights])
+    torch.testing.assert_close(grad, wanted.float())
+
+
+def test_a_second_lookup_before_the_first_step_is_refused_in_its_backward():
+    module = make_module(optimizer=TTOptimizerConfig())
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    first, second = (module(batch.indices, batch.offsets) for _ in range(2))
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.sum().backward()
+
+
+@pytest.mark.parametrize("optimizer", [None, TTOptimizerConfig()])
+def test_u25_a_bad_id_is_an_error_that_names_the_table(optimizer):
+    module = make_module(optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"\[0, 13\) for table 't1', got 13"):
+        module(torch.tensor([13]), torch.tensor([0, 0, 1, 1]))
+
+
+def test_u25_a_bad_id_warns_once_and_names_the_table():
+    module = make_module(check_mode="warning")
+    ids, offsets = torch.tensor([13]), torch.tensor([0, 0, 1, 1])
+    with pytest.warns(UserWarning, match="for table 't1', got 13: such ids read row 0"):
+        output = module(ids, offsets)
+    assert torch.equal(module(ids, offsets), output)
+    assert torch.equal(output, module(torch.tensor([0]), offsets))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": torch.bfloat16}, "dtype must be torch.float32 or torch.float64"),
+        ({"reduce_gradients": print}, "reduce_gradients must come with an optimizer"),
+        ({"pooling": "max"}, "pooling must be one of"),
+    ],
+)
+def test_arguments_that_do_not_fit_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TTTableBatchedEmbeddingBags(make_lookup("3 cores").tables, **arguments)
+
+
+def test_repeated_names_raise():
+    tables = make_lookup("3 cores").tables * 2
+    with pytest.raises(ValueError, match="tables must have different names"):
+        TTTableBatchedEmbeddingBags(tables)
+
+
+@pytest.mark.parametrize("block", [(-1, 3), (50, 9), (0, -1)])
+def test_blocks_outside_the_table_raise(block):
+    shape = make_lookup("3 cores").tables[0].shape
+    with pytest.raises(ValueError, match="row_offset and num_rows must be a block"):
+        TTTable(name="t", shape=shape, row_offset=block[0], num_rows=block[1])

@@ -1,0 +1,487 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.ops.reference import SHAPES, Batch, dense_lookup, make_cores, make_lookup
+from torchrec_tt.ops.embedding_bag import (
+    Lookup,
+    TTTable,
+    cpu_isa,
+    embedding_bag,
+    embedding_bag_backward_update,
+    plan,
+)
+from torchrec_tt.tt.cores import rows
+from torchrec_tt.tt.shape import TTShape
+
+ALL = list(SHAPES)
+MIXED = ("2 cores, wide", "3 cores", "4 cores", "3 cores, aligned")
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Sums of up to 10,000 products of random sign: close relative to the largest entry."""
+    largest = float(expected.detach().abs().max())
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=0, atol=16 * eps * largest)
+
+
+def assert_equals_dense(lookup: Lookup, *, dtype: torch.dtype, weighted: bool) -> None:
+    cores = make_cores(lookup, dtype=dtype)
+    batch = Batch.draw(lookup, dtype=dtype)
+    weights = batch.weights if weighted else None
+    output = embedding_bag(
+        batch.indices, batch.offsets, cores=cores, lookup=lookup, per_sample_weights=weights
+    )
+    expected = dense_lookup(cores, batch, lookup=lookup, weights=weights)
+    assert_close(output, expected)
+    leaves = [*cores, weights] if weighted else cores
+    cotangent = torch.randn_like(expected)
+    grads = torch.autograd.grad(output, leaves, cotangent)
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, leaves, cotangent), strict=True):
+        assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("name", ALL)
+def test_output_and_gradients_equal_the_dense_table(name, pooling, dtype):
+    lookup = make_lookup(name, pooling=pooling)
+    assert_equals_dense(lookup, dtype=dtype, weighted=False)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("name", ALL)
+def test_weighted_output_and_gradients_equal_the_dense_table(name, pooling):
+    assert_equals_dense(make_lookup(name, pooling=pooling), dtype=torch.float32, weighted=True)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_batch_of_different_tables_with_shared_features_equals_the_dense_tables(weighted):
+    lookup = make_lookup(*MIXED, num_features=3)
+    assert_equals_dense(lookup, dtype=torch.float32, weighted=weighted)
+
+
+@pytest.mark.parametrize("name", ["2 cores", "3 cores", "4 cores"])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_gradcheck(name, pooling):
+    lookup = make_lookup(name, pooling=pooling)
+    cores = make_cores(lookup, dtype=torch.float64)
+    batch = Batch.draw(lookup, batch_size=4, dtype=torch.float64)
+
+    def run(weights, *cores):
+        return embedding_bag(
+            batch.indices, batch.offsets, cores=cores, lookup=lookup, per_sample_weights=weights
+        )
+
+    assert torch.autograd.gradcheck(run, (batch.weights, *cores))
+
+
+def operator_calls():
+    """Every operator with arguments that it takes."""
+    lookup = make_lookup("3 cores", "2 cores")
+    cores = [core.detach() for core in make_cores(lookup)]
+    batch = Batch.draw(lookup)
+    tables, features = lookup.encoded_tables, lookup.feature_tables
+    the_plan = plan(batch.indices, batch.offsets, lookup=lookup)
+    weights = batch.weights.detach()
+    grad = torch.randn(23, lookup.num_columns)
+    states = [torch.ones_like(core) for core in cores]
+    ops = torch.ops.torchrec_tt
+    head = (the_plan, cores, batch.offsets, weights, tables, features, "sum")
+    return {
+        "plan": (ops.plan, (batch.indices, batch.offsets, tables, features, "fatal")),
+        "forward": (ops.embedding_bag_forward, head),
+        "backward_dense": (ops.embedding_bag_backward_dense, (grad, *head, True)),
+        "backward_update": (
+            ops.embedding_bag_backward_update,
+            (grad, the_plan, cores, states, *head[2:], True, "adagrad", 0.1, 1e-8),
+        ),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plan", "forward", "backward_dense", "backward_update"])
+def test_opcheck(name):
+    operator, arguments = operator_calls()[name]
+    torch.library.opcheck(operator.default, arguments)
+
+
+@pytest.mark.parametrize("indices_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+def test_u30_int32_and_int64_ids_and_offsets_give_the_same(indices_dtype, offsets_dtype):
+    lookup = make_lookup("3 cores")
+    cores, batch = make_cores(lookup), Batch.draw(lookup)
+    expected = embedding_bag(batch.indices, batch.offsets, cores=cores, lookup=lookup)
+    output = embedding_bag(
+        batch.indices.to(indices_dtype),
+        batch.offsets.to(offsets_dtype),
+        cores=cores,
+        lookup=lookup,
+    )
+    assert torch.equal(output, expected)
+
+
+def test_u30_rows_beyond_int32_are_looked_up_and_trained():
+    shape = TTShape(
+        num_embeddings=2**31 + 10,
+        embedding_dim=8,
+        row_factors=(1300, 1300, 1300),
+        col_factors=(2, 2, 2),
+        tt_ranks=(2, 2),
+    )
+    lookup = Lookup([TTTable(name="t", shape=shape)])
+    cores = make_cores(lookup, dtype=torch.float64)
+    ids = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 9])
+    output = embedding_bag(ids, torch.arange(5), cores=cores, lookup=lookup)
+    expected = rows(cores, ids, shape=shape)
+    torch.testing.assert_close(output, expected)
+    cotangent = torch.randn_like(output)
+    grads = torch.autograd.grad(output, cores, cotangent)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, cores, cotangent))
+
+
+def test_u30_int32_ids_cannot_address_a_table_beyond_int32():
+    shape = TTShape(
+        num_embeddings=2**31 + 10,
+        embedding_dim=2,
+        row_factors=(50_000, 50_000),
+        col_factors=(1, 2),
+        tt_ranks=(1,),
+    )
+    lookup = Lookup([TTTable(name="t", shape=shape)])
+    with pytest.raises(ValueError, match="indices must be int64 for a table of 2147483658 rows"):
+        plan(torch.zeros(1, dtype=torch.int32), torch.tensor([0, 1]), lookup=lookup)
+
+
+@pytest.mark.parametrize("num_bags", [0, 3])
+def test_u20_no_indices_give_zeros_and_zero_gradients(num_bags):
+    lookup = make_lookup("3 cores", "4 cores")
+    cores = make_cores(lookup)
+    offsets = torch.zeros(2 * num_bags + 1, dtype=torch.int64)
+    output = embedding_bag(torch.empty(0, dtype=torch.int64), offsets, cores=cores, lookup=lookup)
+    assert torch.equal(output, torch.zeros(num_bags, lookup.num_columns))
+    output.sum().backward()
+    assert all(torch.equal(core.grad, torch.zeros_like(core)) for core in cores)
+
+
+def test_u19_the_mean_of_an_empty_bag_is_zero_with_finite_gradients():
+    lookup = make_lookup("3 cores", pooling="mean")
+    cores = make_cores(lookup)
+    output = embedding_bag(
+        torch.tensor([3, 5]), torch.tensor([0, 2, 2, 2]), cores=cores, lookup=lookup
+    )
+    assert torch.equal(output[1:], torch.zeros(2, 16))
+    assert output[0].abs().sum() > 0
+    output.sum().backward()
+    assert all(core.grad.isfinite().all() for core in cores)
+
+
+def test_u59_strided_ids_weights_and_gradients_are_read_right():
+    lookup = make_lookup("3 cores")
+    cores = make_cores(lookup)
+    ids = torch.tensor([[1, 2], [3, 4], [5, 1]]).T.reshape(-1)[::2]
+    offsets = torch.tensor([[0, 9], [1, 9], [3, 9]])[:, 0]
+    weights = torch.tensor([[1.0, 9], [2, 9], [3, 9]])[:, 0].requires_grad_()
+    output = embedding_bag(ids, offsets, cores=cores, lookup=lookup, per_sample_weights=weights)
+    batch = Batch(ids.clone(), offsets.clone(), weights)
+    expected = dense_lookup(cores, batch, lookup=lookup, weights=weights)
+    torch.testing.assert_close(output, expected)
+    for cotangent in (torch.tensor(2.0).expand(2, 16), torch.randn(16, 2).T):
+        grads = torch.autograd.grad(output, [*cores, weights], cotangent, retain_graph=True)
+        wanted = torch.autograd.grad(expected, [*cores, weights], cotangent, retain_graph=True)
+        torch.testing.assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("bad_id", [57 + 1, 60, 2**40, -1, -2])
+def test_u25_u26_u29_ids_outside_the_table_raise(bad_id):
+    # 58 rows of 60 that the cores hold: 58 and 59 are out of range although the cores have them
+    lookup = make_lookup("3 cores")
+    with pytest.raises(ValueError, match=rf"indices must be in \[0, 58\) .* got {bad_id} at .* 1"):
+        plan(torch.tensor([0, bad_id]), torch.tensor([0, 2]), lookup=lookup)
+
+
+@pytest.mark.parametrize("mode", ["warning", "ignore"])
+@pytest.mark.parametrize("bad_id", [58, -1, -2])
+def test_u25_u26_ids_outside_the_table_read_row_0_where_asked(mode, bad_id):
+    lookup = make_lookup("3 cores", check_mode=mode)
+    cores = make_cores(lookup)
+    ids, offsets = torch.tensor([4, bad_id]), torch.tensor([0, 1, 2])
+    output = embedding_bag(ids, offsets, cores=cores, lookup=lookup)
+    row_0 = embedding_bag(torch.tensor([4, 0]), offsets, cores=cores, lookup=lookup)
+    assert torch.equal(output, row_0)
+    assert ids.tolist() == [4, bad_id]
+    output.sum().backward()
+    assert int(plan(ids, offsets, lookup=lookup)[-1][3]) == 1
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 3, 2], "offsets must not decrease, got 3 then 2 at position 2"),
+        ([0, 3, 4], "offsets must end at the number of indices, 3, got 4"),
+        ([0, 1, 2], "offsets must end at the number of indices, 3, got 2"),
+        ([1, 2, 3], "offsets must start at 0, got 1"),
+        ([], r"offsets must have features \* batch \+ 1 entries, got 0"),
+    ],
+)
+def test_u32_offsets_that_do_not_fit_raise(offsets, message):
+    lookup = make_lookup("3 cores")
+    with pytest.raises(ValueError, match=message):
+        plan(torch.tensor([0, 1, 2]), torch.tensor(offsets, dtype=torch.int64), lookup=lookup)
+
+
+def test_offsets_of_the_wrong_length_for_the_features_raise():
+    lookup = make_lookup("3 cores", num_features=2)
+    with pytest.raises(ValueError, match="got 4 for 2 features"):
+        plan(torch.tensor([0]), torch.tensor([0, 0, 0, 1]), lookup=lookup)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (torch.tensor([1.0]), "int32 or int64"),
+        (torch.tensor([[1]]), "must have 1 dimension, got 2"),
+    ],
+)
+def test_indices_of_another_kind_raise(indices, message):
+    with pytest.raises(ValueError, match=message):
+        plan(indices, torch.tensor([0, 1]), lookup=make_lookup("3 cores"))
+
+
+def test_weights_that_do_not_fit_raise():
+    lookup = make_lookup("3 cores")
+    for weights, message in (
+        (torch.ones(3), "have 2 entries like indices, got 3"),
+        (torch.ones(2, dtype=torch.float64), "of the cores' dtype"),
+    ):
+        with pytest.raises(ValueError, match=f"per_sample_weights must .*{message}"):
+            embedding_bag(
+                torch.tensor([1, 2]),
+                torch.tensor([0, 2]),
+                cores=make_cores(lookup),
+                lookup=lookup,
+                per_sample_weights=weights,
+            )
+
+
+def test_cores_of_another_shape_raise():
+    lookup = make_lookup("3 cores")
+    cores = make_cores(lookup)
+    with pytest.raises(ValueError, match=r"core 1 must be \[4, 42\]"):
+        embedding_bag(
+            torch.tensor([1]),
+            torch.tensor([0, 1]),
+            cores=[cores[0], cores[1].T.contiguous(), cores[2]],
+            lookup=lookup,
+        )
+
+
+def test_a_row_wise_block_reads_its_own_rows_and_no_others():
+    shape = make_lookup("3 cores").tables[0].shape
+    block = Lookup([TTTable(name="t", shape=shape, row_offset=40, num_rows=10)])
+    cores = make_cores(block)
+    output = embedding_bag(torch.arange(10), torch.arange(11), cores=cores, lookup=block)
+    torch.testing.assert_close(output, rows(cores, torch.arange(40, 50), shape=shape))
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 10\)"):
+        plan(torch.tensor([10]), torch.tensor([0, 1]), lookup=block)
+
+
+def test_an_empty_block_takes_no_ids_in_any_mode():
+    shape = make_lookup("3 cores").tables[0].shape
+    table = TTTable(name="t", shape=shape, row_offset=58, num_rows=0)
+    lookup = Lookup([table], check_mode="ignore")
+    output = embedding_bag(
+        torch.empty(0, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int64),
+        cores=make_cores(lookup),
+        lookup=lookup,
+    )
+    assert torch.equal(output, torch.zeros(2, 16))
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 0\)"):
+        plan(torch.tensor([0]), torch.tensor([0, 1]), lookup=lookup)
+
+
+def big_batch() -> tuple[Lookup, list, torch.Tensor, torch.Tensor]:
+    """Enough work for every table to be cut into several chunks, some within one mid slice."""
+    shapes = [
+        TTShape(
+            num_embeddings=m[0] * m[1] * m[2],
+            embedding_dim=64,
+            row_factors=m,
+            col_factors=(4, 4, 4),
+            tt_ranks=(32, 32),
+        )
+        for m in ((40, 44, 50), (60, 3, 70))
+    ]
+    four = TTShape(
+        num_embeddings=12**4,
+        embedding_dim=16,
+        row_factors=(12,) * 4,
+        col_factors=(2,) * 4,
+        tt_ranks=(16, 16, 16),
+    )
+    tables = [TTTable(name=f"t{i}", shape=s) for i, s in enumerate([*shapes, four])]
+    lookup = Lookup(tables)
+    generator = torch.Generator().manual_seed(3)
+    batch_size = 8000
+    indices = torch.cat(
+        [torch.randint(0, t.block_size, (batch_size,), generator=generator) for t in tables]
+    )
+    return lookup, make_cores(lookup), indices, torch.arange(3 * batch_size + 1)
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_threads():
+    lookup, cores, indices, offsets = big_batch()
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            output = embedding_bag(indices, offsets, cores=cores, lookup=lookup)
+            grads = torch.autograd.grad(output.square().sum(), cores)
+            results.append([output.detach(), *grads])
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@pytest.mark.slow
+def test_mid_slices_shared_by_chunks_get_all_of_their_gradient():
+    lookup, cores, indices, offsets = big_batch()
+    output = embedding_bag(indices, offsets, cores=cores, lookup=lookup)
+    cotangent = torch.randn_like(output)
+    grads = torch.autograd.grad(output, cores, cotangent)
+    doubles = [core.detach().double().requires_grad_() for core in cores]
+    expected = dense_lookup(doubles, Batch(indices, offsets, indices), lookup=lookup)
+    wanted = torch.autograd.grad(expected, doubles, cotangent.double())
+    for grad, want in zip(grads, wanted, strict=True):
+        largest = float(want.abs().max())
+        torch.testing.assert_close(grad.double(), want, rtol=0, atol=2e-6 * largest)
+
+
+def test_a_row_is_the_same_whatever_else_is_in_the_batch():
+    lookup = make_lookup("3 cores, aligned")
+    cores = make_cores(lookup)
+    everything = embedding_bag(torch.arange(334), torch.arange(335), cores=cores, lookup=lookup)
+    for i in (0, 100, 333):
+        alone = embedding_bag(torch.tensor([i]), torch.arange(2), cores=cores, lookup=lookup)
+        assert torch.equal(alone[0], everything[i])
+
+
+def test_one_bag_of_many_equal_ids():
+    lookup = make_lookup("3 cores")
+    cores = make_cores(lookup, dtype=torch.float64)
+    ids = torch.full((100_000,), 9)
+    output = embedding_bag(ids, torch.tensor([0, 100_000]), cores=cores, lookup=lookup)
+    torch.testing.assert_close(
+        output[0], 1e5 * rows(cores, ids[:1], shape=lookup.tables[0].shape)[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["2 cores, wide", "3 cores", "4 cores"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_the_update_equals_torch_optim(name, optimizer):
+    lookup = make_lookup(name, pooling="mean")
+    cores, batch = make_cores(lookup), Batch.draw(lookup)
+    expected = [core.detach().clone().requires_grad_() for core in cores]
+    stepped = [core.detach().clone() for core in cores]
+    states = [torch.zeros_like(core) for core in stepped] if optimizer == "adagrad" else []
+    torch_optimizer = {
+        "sgd": lambda: torch.optim.SGD(expected, lr=0.1),
+        "adagrad": lambda: torch.optim.Adagrad(expected, lr=0.1, eps=1e-10),
+    }[optimizer]()
+    the_plan = plan(batch.indices, batch.offsets, lookup=lookup)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        grad = torch.randn(23, lookup.num_columns, generator=generator)
+        torch_optimizer.zero_grad()
+        dense_lookup(expected, batch, lookup=lookup).backward(grad)
+        torch_optimizer.step()
+        embedding_bag_backward_update(
+            grad,
+            the_plan,
+            stepped,
+            states,
+            offsets=batch.offsets,
+            lookup=lookup,
+            optimizer=optimizer,
+            learning_rate=0.1,
+            eps=1e-10,
+        )
+    # Adagrad's first step is lr * sign(g): an entry whose gradient cancels to rounding error may
+    # take the other sign, so its tolerance is for all but one entry in a thousand.
+    for core, want in zip(stepped, expected, strict=True):
+        is_close = torch.isclose(core, want, rtol=1e-4, atol=1e-5)
+        assert is_close.double().mean() > (0.999 if optimizer == "adagrad" else 0.99999)
+
+
+def test_an_update_leaves_slices_without_a_gradient_alone():
+    lookup = make_lookup("3 cores")
+    cores = [core.detach() for core in make_cores(lookup)]
+    before = [core.clone() for core in cores]
+    offsets = torch.tensor([0, 1])
+    embedding_bag_backward_update(
+        torch.ones(1, 16),
+        plan(torch.tensor([0]), offsets, lookup=lookup),
+        cores,
+        [],
+        offsets=offsets,
+        lookup=lookup,
+        optimizer="sgd",
+        learning_rate=0.1,
+        eps=0.0,
+    )
+    for core, old in zip(cores, before, strict=True):
+        changed = (core != old).any(dim=1).tolist()
+        assert changed == [True] + [False] * (len(changed) - 1)
+
+
+def test_an_unknown_optimizer_raises():
+    lookup = make_lookup("3 cores")
+    offsets = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="optimizer must be sgd or adagrad, got lamb"):
+        embedding_bag_backward_update(
+            torch.ones(1, 16),
+            plan(torch.tensor([0]), offsets, lookup=lookup),
+            make_cores(lookup),
+            [],
+            offsets=offsets,
+            lookup=lookup,
+            optimizer="lamb",
+            learning_rate=0.1,
+            eps=0.0,
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pooling": "max"}, "pooling must be one of .* got 'max'"),
+        ({"check_mode": "none"}, "check_mode must be one of .* got 'none'"),
+    ],
+)
+def test_unknown_choices_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_lookup("3 cores", **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_every_instruction_set_of_this_processor_equals_the_dense_table(isa, monkeypatch):
+    order = ["generic", "avx2", "avx512"]
+    if order.index(isa) > order.index(cpu_isa()):
+        pytest.skip(f"this processor has no {isa}")
+    monkeypatch.setenv("TORCHREC_TT_ISA", isa)
+    code = (
+        "import torch\n"
+        "from tests.ops.test_embedding_bag import *\n"
+        f"assert cpu_isa() == {isa!r}\n"
+        "for name in ALL:\n"
+        "    assert_equals_dense(make_lookup(name), dtype=torch.float32, weighted=True)\n"
+        "assert_equals_dense(make_lookup(*MIXED), dtype=torch.float32, weighted=False)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

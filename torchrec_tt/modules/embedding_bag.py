@@ -1,0 +1,191 @@
+"""TTEmbeddingBag: one TT table with the arguments and semantics of nn.EmbeddingBag."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_tt.ops.embedding_bag import CheckMode, Lookup, TTTable, embedding_bag
+from torchrec_tt.tt import cores as tt_cores
+from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.init import TTInit, init_cores_
+
+
+class TTEmbeddingBag(nn.Module):
+    """Sums or means of rows of an embedding table that is stored as Tensor-Train cores.
+
+    The table is `table[i] = G_0[i_0] @ ... @ G_{d-1}[i_{d-1}]` (see `TTShape`); it is never made.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of the table.
+        tt_ranks: the inner ranks; their number plus one is the number of cores, 2 to 4.
+        row_factors: one per core, product at least `num_embeddings`; None: balanced.
+        col_factors: one per core, product `embedding_dim`; None: balanced.
+        tt_init: how `reset_parameters` draws the cores, see `torchrec_tt.tt.init`.
+        mode: "sum" or "mean"; nn.EmbeddingBag's default is "mean".
+        include_last_offset: whether `offsets` ends with the number of indices.
+        padding_idx: rows with this id count for nothing; negative ones count from the end.
+        check_mode: for ids outside `[0, num_embeddings)`: "fatal" raises, "warning" and "ignore"
+            read row 0.
+        device: of the cores; "meta" is allowed.
+        dtype: of the cores and the output, float32 or float64.
+
+    Attributes:
+        tt_cores: the parameters, core k `[m_k, r_k * n_k * r_{k+1}]`.
+        shape: the TTShape.
+
+    Raises:
+        ValueError: for shapes that do not fit or an unknown choice.
+        NotImplementedError: for mode "max", which a product of cores cannot give without its rows.
+
+    Example:
+        >>> bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=[16, 16], mode="sum")
+        >>> bag(torch.tensor([1, 2, 999_999]), torch.tensor([0, 2])).shape
+        torch.Size([2, 64])
+
+    Reference:
+        Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
+        Models", MLSys 2021, section 3.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tt_ranks: Sequence[int],
+        row_factors: Sequence[int] | None = None,
+        col_factors: Sequence[int] | None = None,
+        tt_init: TTInit = "sampled_gaussian",
+        mode: Literal["sum", "mean"] = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        check_mode: CheckMode = "fatal",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if mode == "max":
+            raise NotImplementedError("mode 'max' is not supported, use 'sum' or 'mean'")
+        if mode not in ("sum", "mean"):
+            raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        self.shape = make_shape(
+            num_embeddings,
+            embedding_dim,
+            tt_ranks=tt_ranks,
+            row_factors=row_factors,
+            col_factors=col_factors,
+        )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.include_last_offset, self.tt_init = mode, include_last_offset, tt_init
+        self.padding_idx = _checked_padding_idx(padding_idx, num_embeddings)
+        self.tt_cores = nn.ParameterList(
+            nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+            for size in self.shape.core_shapes
+        )
+        self._lookup = Lookup(
+            [TTTable(name="weight", shape=self.shape)], pooling=mode, check_mode=check_mode
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
+        """Draws the cores anew; a module on "meta" is left as it is."""
+        if not self.tt_cores[0].is_meta:
+            init_cores_(
+                list(self.tt_cores), shape=self.shape, method=self.tt_init, generator=generator
+            )
+
+    def forward(
+        self,
+        input: Tensor,  # [N], or [B, bag size] without offsets; int32 or int64
+        offsets: Tensor | None = None,  # [B], or [B + 1] with include_last_offset
+        per_sample_weights: Tensor | None = None,  # like input; mode "sum" only
+    ) -> Tensor:  # [B, embedding_dim]
+        """Returns one pooled row per bag; an empty bag gives zeros.
+
+        Raises:
+            ValueError: for ids out of range, offsets that do not fit, or weights of another shape.
+            NotImplementedError: for weights with mode "mean", as in nn.EmbeddingBag.
+        """
+        if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise NotImplementedError(
+                    f"per_sample_weights must come with mode 'sum', got mode {self.mode!r}"
+                )
+            if per_sample_weights.shape != input.shape:
+                raise ValueError(
+                    f"per_sample_weights must have the shape of input, {tuple(input.shape)}, "
+                    f"got {tuple(per_sample_weights.shape)}"
+                )
+            per_sample_weights = per_sample_weights.reshape(-1).to(self.tt_cores[0].dtype)
+        indices, offsets = self._flat(input, offsets)
+        if self.padding_idx is not None:
+            _check_offsets(offsets, indices.numel())
+            is_kept = indices != self.padding_idx
+            kept = torch.cat([offsets.new_zeros(1), is_kept.cumsum(0, dtype=offsets.dtype)])
+            indices, offsets = indices[is_kept], kept[offsets.long()]
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights[is_kept]
+        return embedding_bag(
+            indices,
+            offsets,
+            cores=list(self.tt_cores),
+            lookup=self._lookup,
+            per_sample_weights=per_sample_weights,
+        )
+
+    def _flat(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns indices [N] and offsets [B + 1]."""
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    f"offsets must be None for a 2-D input, got shape {tuple(offsets.shape)}"
+                )
+            bags, size = input.shape
+            ends = torch.arange(bags + 1, device=input.device, dtype=torch.int64) * size
+            return input.reshape(-1), ends
+        if input.dim() != 1:
+            raise ValueError(f"input must have 1 or 2 dimensions, got {input.dim()}")
+        if offsets is None or offsets.dim() != 1:
+            raise ValueError("offsets must have 1 dimension for a 1-D input, got another")
+        if self.include_last_offset:
+            if offsets.numel() == 0:
+                raise ValueError("offsets must hold the last offset, got no entry")
+            return input, offsets
+        last = torch.tensor([input.numel()], dtype=offsets.dtype, device=offsets.device)
+        return input, torch.cat([offsets, last])
+
+    def to_dense(self) -> Tensor:  # [num_embeddings, embedding_dim]
+        """Returns the whole table, differentiable in the cores."""
+        return tt_cores.dense(list(self.tt_cores), shape=self.shape)
+
+    def extra_repr(self) -> str:
+        shape = self.shape
+        return (
+            f"{shape.num_embeddings}, {shape.embedding_dim}, tt_ranks={shape.tt_ranks}, "
+            f"row_factors={shape.row_factors}, col_factors={shape.col_factors}, mode={self.mode!r}"
+        )
+
+
+def _checked_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(
+            f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}"
+        )
+    return padding_idx % num_embeddings
+
+
+def _check_offsets(offsets: Tensor, num_indices: int) -> None:
+    """Offsets index the kept ids' count before the operator can check them."""
+    low, high = (int(offsets.min()), int(offsets.max())) if offsets.numel() else (0, 0)
+    if low < 0 or high > num_indices:
+        raise ValueError(
+            f"offsets must be in [0, {num_indices}] for {num_indices} indices, got {low} to {high}"
+        )
