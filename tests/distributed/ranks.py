@@ -14,6 +14,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 START_SECONDS = 120
 
 
@@ -60,9 +63,6 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", module="torchrec_tt")

@@ -46,6 +46,14 @@ class ToyModel(nn.Module):
         return self.over(torch.cat([pooled[key] for key in OUTPUTS], dim=1))
 
 
+class ToyModelWithLoss(ToyModel):
+    """What train pipelines want of a model: it returns its loss first."""
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        output = super().forward(features)
+        return output.square().mean(), output
+
+
 def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
     """Feature f0 is read by a regular and a TT table; rows do not fill the TT tables' factors."""
     return [
@@ -95,7 +103,7 @@ def on_meta(model: ToyModel) -> ToyModel:
     ebc = TTEmbeddingBagCollection(
         copy.deepcopy(model.ebc.embedding_bag_configs()), model.ebc.is_weighted(), "meta"
     )
-    result = ToyModel(ebc)
+    result = type(model)(ebc)
     result.over.load_state_dict(model.over.state_dict())
     return result
 

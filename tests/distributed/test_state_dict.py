@@ -1,0 +1,202 @@
+"""Cores and their optimizer state in state dicts, and moving between plans with DCP."""
+
+import itertools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingType
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.toy_model import (
+    BATCH_SIZE,
+    batches,
+    full_state,
+    kjt,
+    sharded,
+    unsharded,
+)
+
+pytestmark = pytest.mark.slow
+
+TW, RW, DP = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.DATA_PARALLEL.value,
+)
+KINDS = (TW, RW, DP)
+
+
+def trained(rank: int, kinds: tuple[str, str]) -> tuple[DistributedModelParallel, Any]:
+    """A model that two Adagrad steps moved away from every initial value."""
+    types = {"t0": kinds[0], "t1": kinds[1]}
+    model, optimizers = sharded(unsharded(), types, optimizer="adagrad")
+    size = BATCH_SIZE * dist.get_world_size()
+    for batch in batches(2, size=size):
+        features = kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
+        optimizers.zero_grad()
+        model(features).square().mean().backward()
+        optimizers.step()
+    return model, optimizers
+
+
+def full_optimizer_state(model: DistributedModelParallel) -> dict[str, Tensor]:
+    """`sum` of every core, whole; where a rank does not hold it, its owner's is used."""
+    states: list[Any] = [None] * dist.get_world_size()
+    mine = {}
+    for key, state in model.fused_optimizer.state_dict()["state"].items():
+        if "tt_cores" in key:
+            value = state["sum"]
+            shards = value.local_shards() if isinstance(value, ShardedTensor) else None
+            mine[key] = (shards[0].tensor if shards else value).detach().clone()
+    dist.all_gather_object(states, mine)
+    return {key: value for state in states for key, value in state.items()}
+
+
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def move_by_dcp(rank: int, source: tuple[str, str], target: tuple[str, str]) -> int:
+    """Saves under one plan, loads under another; returns the number of optimizer states moved."""
+    model, _ = trained(rank, source)
+    folder = shared_folder()
+    dcp.save(
+        {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()},
+        checkpoint_id=folder,
+    )
+    before, sums_before = full_state(model.state_dict()), full_optimizer_state(model)
+    types = {"t0": target[0], "t1": target[1]}
+    other, _ = sharded(unsharded(seed=5), types, optimizer="adagrad")
+    state = {"model": other.state_dict()}
+    if DP not in source:  # a data-parallel table's state is in the user's own optimizer
+        state["optim"] = other.fused_optimizer.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    after = full_state(other.state_dict())
+    assert set(after) == set(before)
+    for key, value in before.items():
+        assert torch.equal(after[key], value), key
+    if "optim" not in state:
+        return 0
+    other.fused_optimizer.load_state_dict(state["optim"])
+    sums_after = full_optimizer_state(other)
+    for key, value in sums_after.items():
+        assert value.abs().sum() > 0, key
+        assert torch.equal(value, sums_before[key]), key
+    return len(sums_after)
+
+
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_dcp_moves_cores_between_plans(two_ranks: Ranks, source: str, target: str) -> None:
+    two_ranks.run(move_by_dcp, (source, TW), (target, RW))
+
+
+@pytest.mark.parametrize("kinds", itertools.product([TW, RW], repeat=2))
+def test_dcp_moves_optimizer_state_between_model_parallel_plans(
+    two_ranks: Ranks, kinds: tuple[str, str]
+) -> None:
+    assert two_ranks.run(move_by_dcp, kinds, tuple(reversed(kinds))) == [5, 5]
+
+
+def kinds_of_values(rank: int, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+    return {
+        key.removeprefix("ebc."): (type(value).__name__, tuple(value.size()))
+        for key, value in model.state_dict().items()
+        if "tt_cores" in key
+    }
+
+
+def test_u44_every_rank_has_every_core_under_its_unsharded_key(two_ranks: Ranks) -> None:
+    source = unsharded().ebc.state_dict()
+    for kind in KINDS:
+        value_type = "ShardedTensor" if kind == TW else "Tensor"
+        expected = {
+            key: (value_type, tuple(value.size()))
+            for key, value in source.items()
+            if "tt_cores" in key
+        }
+        assert len(expected) == 5
+        assert two_ranks.run(kinds_of_values, kind) == [expected, expected]
+
+
+def missing_core_message(rank: int, kind: str) -> str:
+    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+    state = dict(model.state_dict())
+    del state["ebc.embedding_bags.t1.tt_cores.1"]
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    return str(error.value)
+
+
+def test_u44_strict_load_fails_on_a_missing_core_on_every_rank(two_ranks: Ranks) -> None:
+    for kind in KINDS:
+        for message in two_ranks.run(missing_core_message, kind):
+            assert "embedding_bags.t1.tt_cores.1" in message
+
+
+def round_trip(rank: int, kinds: tuple[str, str]) -> None:
+    model, _ = trained(rank, kinds)
+    before = full_state(model.state_dict())
+    whole = {key: value.clone() for key, value in before.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    model.load_state_dict(whole)
+    for key, value in full_state(model.state_dict()).items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_whole_plain_tensors_load_under_every_plan(two_ranks: Ranks) -> None:
+    for kinds in ((TW, TW), (RW, DP)):
+        two_ranks.run(round_trip, kinds)
+
+
+def foreign_shard_message(rank: int) -> str:
+    source, _ = sharded(unsharded(), {"t0": TW, "t1": TW})
+    target, _ = sharded(unsharded(), {"t0": RW, "t1": RW})
+    try:
+        target.load_state_dict(source.state_dict())
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_sharded_tensors_of_another_plan_are_refused(two_ranks: Ranks) -> None:
+    messages = two_ranks.run(foreign_shard_message)
+    assert all("torch.distributed.checkpoint" in message for message in messages)
+
+
+def save(rank: int, folder: str) -> dict[str, Tensor]:
+    model, _ = trained(rank, (TW, RW))
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return full_state(model.state_dict())
+
+
+def load(rank: int, folder: str) -> dict[str, Tensor]:
+    model, _ = sharded(unsharded(seed=5), {"t0": RW, "t1": TW}, optimizer="adagrad")
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    return full_state(model.state_dict())
+
+
+def test_dcp_moves_cores_between_world_sizes(two_ranks: Ranks, tmp_path: Any) -> None:
+    saved, _ = two_ranks.run(save, str(tmp_path))
+    ranks = Ranks(1)
+    try:
+        (loaded,) = ranks.run(load, str(tmp_path))
+    finally:
+        ranks.stop()
+    for key, value in saved.items():
+        assert torch.equal(loaded[key], value), key
