@@ -70,8 +70,8 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
                 )
         if self.data_type != DataType.FP32:
             raise ValueError(
-                f"data_type must be {DataType.FP32} for a Tensor-Train table, "
-                f"got {self.data_type} for table {self.name!r}"
+                f"data_type must be {DataType.FP32.value} for a Tensor-Train table, "
+                f"got {self.data_type.value} for table {self.name!r}"
             )
         self._tt_shape = make_shape(
             self.num_embeddings,
@@ -94,15 +94,15 @@ def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> 
             raise ValueError(f"tables must have distinct names, got {table.name!r} twice")
         if table.pooling not in _POOLINGS:
             raise ValueError(
-                f"pooling must be SUM or MEAN, got {table.pooling} for table {table.name!r}"
+                f"pooling must be SUM or MEAN, got {table.pooling.value} for table {table.name!r}"
             )
         if is_weighted and table.pooling != PoolingType.SUM:
             raise ValueError(
                 f"pooling must be SUM in a weighted collection, as nn.EmbeddingBag demands, "
-                f"got {table.pooling} for table {table.name!r}"
+                f"got {table.pooling.value} for table {table.name!r}"
             )
         if table.data_type not in _DENSE_DATA_TYPES:
             raise ValueError(
                 f"data_type must be one of {[t.value for t in _DENSE_DATA_TYPES]}, "
-                f"got {table.data_type} for table {table.name!r}"
+                f"got {table.data_type.value} for table {table.name!r}"
             )

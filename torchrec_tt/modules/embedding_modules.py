@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
@@ -76,6 +76,7 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerMo
         """Returns the pooled embedding of every feature of every table.
 
         Raises:
+            ValueError: if an id is not a row of its table; the message names the table.
             NotImplementedError: if the features have different batch sizes (VBE).
         """
         features = maybe_td_to_kjt(features, None)
@@ -84,17 +85,20 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerMo
         pooled = []
         for table in self._embedding_bag_configs:
             for feature_name in table.feature_names:
-                feature = feature_dict[feature_name]
-                weights = feature.weights() if self._is_weighted else None
-                bag = self.embedding_bags[table.name]
-                pooled.append(
-                    bag(feature.values(), feature.offsets(), per_sample_weights=weights).float()
-                )
+                pooled.append(self._pool(table.name, feature_dict[feature_name]))
         return KeyedTensor(
             keys=self._embedding_names,
             values=torch.cat(pooled, dim=1),
             length_per_key=self._lengths_per_embedding,
         )
+
+    def _pool(self, table: str, feature: JaggedTensor) -> Tensor:  # [B, D]
+        weights = feature.weights() if self._is_weighted else None
+        bag = self.embedding_bags[table]
+        try:
+            return bag(feature.values(), feature.offsets(), per_sample_weights=weights).float()
+        except ValueError as error:
+            raise ValueError(f"table {table!r}: {error}") from None
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._embedding_bag_configs
@@ -177,6 +181,7 @@ def _embedding_bag(table: EmbeddingBagConfig, *, device: torch.device) -> nn.Mod
             mode=mode,
             include_last_offset=True,
             device=device,
+            dtype=torch.float32,
         )
     return nn.EmbeddingBag(
         table.num_embeddings,

@@ -1,0 +1,79 @@
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig, check_tables
+from torchrec_tt.tt.shape import TTShape
+
+TABLE = {"name": "t", "num_embeddings": 1000, "embedding_dim": 16, "feature_names": ["f"]}
+
+
+def test_given_factors_make_the_shape() -> None:
+    config = TTEmbeddingBagConfig(
+        **TABLE, tt_ranks=[2, 3], row_factors=[10, 10, 12], col_factors=[2, 2, 4]
+    )
+    assert config.tt_shape == TTShape(
+        num_embeddings=1000,
+        embedding_dim=16,
+        row_factors=(10, 10, 12),
+        col_factors=(2, 2, 4),
+        tt_ranks=(2, 3),
+    )
+
+
+def test_factors_that_are_left_out_are_chosen_for_as_many_cores_as_ranks_say() -> None:
+    for num_cores in (2, 3, 4):
+        shape = TTEmbeddingBagConfig(**TABLE, tt_ranks=[2] * (num_cores - 1)).tt_shape
+        assert shape.num_cores == num_cores
+        assert shape.num_rows_padded >= 1000
+        assert shape.embedding_dim == 16
+
+
+def test_a_config_can_be_replaced_field_by_field() -> None:
+    config = TTEmbeddingBagConfig(**TABLE, tt_ranks=[2, 2])
+    larger = dataclasses.replace(config, num_embeddings=5000)
+    assert larger.tt_shape.num_embeddings == 5000
+    assert larger.tt_ranks == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tt_ranks": []}, "tt_ranks must have one entry fewer"),
+        ({"tt_ranks": [2, 0]}, "tt_ranks must be positive"),
+        ({"tt_ranks": [2, 2], "row_factors": [10, 10, 9]}, "row_factors must have a product"),
+        ({"tt_ranks": [2, 2], "row_factors": [40, 25]}, "must have"),
+        ({"tt_ranks": [2, 2], "col_factors": [2, 2, 3]}, "col_factors must have the product"),
+        ({"tt_ranks": [2, 2], "data_type": DataType.FP16}, "data_type must be FP32"),
+        ({"tt_ranks": [2, 2], "init_fn": torch.nn.init.zeros_}, "init_fn must be left unset"),
+        ({"tt_ranks": [2, 2], "weight_init_max": 0.1}, "weight_init_max must be left unset"),
+        ({"tt_ranks": [2, 2], "use_virtual_table": True}, "use_virtual_table must be left unset"),
+    ],
+)
+def test_a_config_that_does_not_fit_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TTEmbeddingBagConfig(**TABLE, **arguments)
+
+
+def regular(**arguments: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(**{**TABLE, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_weighted", "message"),
+    [
+        ([regular(), regular()], False, "distinct names, got 't' twice"),
+        ([regular(data_type=DataType.INT8)], False, "data_type must be one of"),
+        ([regular(data_type=DataType.BF16)], False, "data_type must be one of"),
+        ([regular(pooling=PoolingType.NONE)], False, "pooling must be SUM or MEAN"),
+        ([regular(pooling=PoolingType.MEAN)], True, "pooling must be SUM in a weighted"),
+    ],
+)
+def test_tables_that_cannot_form_a_collection_raise(
+    tables: list[EmbeddingBagConfig], is_weighted: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_tables(tables, is_weighted=is_weighted)
