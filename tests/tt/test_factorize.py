@@ -16,7 +16,7 @@ from torchrec_tt.tt.factorize import (
     make_shape,
 )
 
-# Yin et al., "TT-Rec", MLSys 2021, table 2: rows, row factors, parameters at rank 16, 32 and 64.
+# Yin et al., "TT-Rec", MLSys 2021: rows, row factors, parameters at rank 16, 32 and 64.
 KAGGLE_TT_TABLES = [
     (10131227, (200, 220, 250), (135_040, 495_360, 1_891_840)),
     (8351593, (200, 200, 209), (122_176, 449_152, 1_717_504)),

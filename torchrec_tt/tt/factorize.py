@@ -18,7 +18,7 @@ def factorize_rows(num_embeddings: int, *, num_cores: int = 3) -> tuple[int, ...
     have many divisors, so some of them fall into nearly equal factors. Factors are the better
     balanced, the nearer their arithmetic mean is to their geometric mean; each count stands for
     its best factors, the best of these is taken, and of equals the smallest count. This is the
-    method of the paper's code, which measures balance by entropy and agrees on all of its tables.
+    method of the paper's code, which measures balance by entropy and agrees on its Kaggle tables.
     It pads without limit there; here only counts up to `MAX_PADDING_RATIO` times the rows are
     tried, of factors within `MAX_FACTOR_RATIO` of each other. Where none has such factors, as
     happens to small tables, the smallest count that has is taken, whatever its last digits; from
@@ -37,7 +37,7 @@ def factorize_rows(num_embeddings: int, *, num_cores: int = 3) -> tuple[int, ...
 
     Reference:
         Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
-        Models", MLSys 2021, table 2; `suggested_tt_shapes` in facebookresearch/FBTT-Embedding.
+        Models", MLSys 2021; `suggested_tt_shapes` in facebookresearch/FBTT-Embedding.
     """
     _check(num_embeddings, num_cores=num_cores, name="num_embeddings")
     candidates = []

@@ -73,7 +73,7 @@ def init_cores_(
 
     Reference:
         Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
-        Models", MLSys 2021, section 3.3.
+        Models", MLSys 2021 (sampled Gaussian).
     """
     if method not in get_args(TTInit):
         raise ValueError(f"method must be one of {get_args(TTInit)}, got {method!r}")
