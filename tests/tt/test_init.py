@@ -199,17 +199,19 @@ def test_meta_cores_draw_nothing() -> None:
 def test_ten_million_rows_take_a_fifth_of_a_second() -> None:
     shape = make_shape(10_000_000, 64, tt_ranks=(32, 32))
     cores = [torch.empty(s) for s in shape.core_shapes]
+
+    def seconds() -> float:
+        start = time.process_time()  # of this process alone
+        init_cores_(cores, shape=shape)
+        return time.process_time() - start
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = []
-        for _ in range(4):
-            start = time.process_time()  # of this process: neighbours do not count
-            init_cores_(cores, shape=shape)
-            times.append(time.process_time() - start)
+        # Several tries: the first warms up, and neighbours slow the memory down.
+        assert any(seconds() < 0.2 for _ in range(8))
     finally:
         torch.set_num_threads(num_threads)
-    assert min(times) < 0.2
 
 
 def test_an_unknown_method_is_refused() -> None:
