@@ -25,6 +25,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
 from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
@@ -123,8 +124,8 @@ class TTStorageEstimator(_TTEstimator):
         if is_data_parallel:
             rows = math.prod(option.tensor.shape) * option.tensor.element_size()
         else:
-            optimizer = core_optimizer_config(fused_params).optimizer
-            table += optimizer_state_bytes(shape, optimizer=optimizer)
+            config = core_optimizer_config(_with_applied_optimizer(fused_params, option))
+            table += optimizer_state_bytes(shape, optimizer=config.optimizer)
         if has_dense_gradients(option, world_size=self._topology.world_size):
             table += core_bytes(shape)
         storage = copy.copy(dense.storage)
@@ -196,6 +197,15 @@ def _as_dense(option: ShardingOption) -> ShardingOption:
     shown._tensor = torch.empty_like(option.tensor, device="meta")
     shown.compute_kernel = kernel.value
     return shown
+
+
+def _with_applied_optimizer(
+    fused_params: dict[str, Any] | None, option: ShardingOption
+) -> dict[str, Any]:
+    """`fused_params` with the choice of `apply_optimizer_in_backward`, which precedes them."""
+    classes = getattr(option.tensor, "_optimizer_classes", [])
+    applied = {"optimizer": optimizer_type_to_emb_opt_type(c) for c in classes}
+    return {**(fused_params or {}), **applied}
 
 
 def _expected_lookups(

@@ -1,0 +1,74 @@
+import pytest
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import PoolingType
+
+from tests.distributed.toy_model import ToyModel, tables
+from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt.distributed.planner.planners import tt_planner
+from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
+
+
+def option_kinds(
+    constraints: dict[str, ParameterConstraints] | None = None,
+    *,
+    pooling: PoolingType = PoolingType.SUM,
+    device: str = "cpu",
+) -> dict[str, set[tuple[str, str]]]:
+    """Sharding type and kernel of every option, by table."""
+    topology = Topology(world_size=2, local_world_size=2, compute_device=device)
+    planner = tt_planner(topology, batch_size=8, constraints=constraints)
+    model = ToyModel(TTEmbeddingBagCollection(tables(pooling), device="meta"))
+    found: dict[str, set[tuple[str, str]]] = {}
+    for option in planner._enumerator.enumerate(model, [TTEmbeddingBagCollectionSharder()]):
+        found.setdefault(option.name, set()).add((option.sharding_type, option.compute_kernel))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tt_tables_get_the_tt_kernel_and_regular_tables_never_do(device: str) -> None:
+    found = option_kinds(device=device)
+    for name in ("t0", "t1"):
+        assert found[name] == {
+            (kind, TT_COMPUTE_KERNEL) for kind in ("table_wise", "row_wise", "data_parallel")
+        }
+    for name in ("r0", "r1"):
+        assert found[name]
+        assert all(kernel != TT_COMPUTE_KERNEL for _, kernel in found[name])
+
+
+def test_regular_tables_keep_the_stock_types_of_the_cpu() -> None:
+    kinds = {kind for kind, _ in option_kinds()["r0"]}
+    assert kinds == {"data_parallel", "table_wise", "column_wise", "table_column_wise"}
+
+
+def test_u10_row_wise_on_the_cpu_is_there_for_whom_asks() -> None:
+    asks = ParameterConstraints(sharding_types=["row_wise"])
+    found = option_kinds({"t0": asks, "r0": asks})
+    assert found["t0"] == {("row_wise", TT_COMPUTE_KERNEL)}
+    assert {kind for kind, _ in found["r0"]} == {"row_wise"}
+
+
+def test_mean_tables_are_not_offered_row_wise_types_unasked() -> None:
+    for kinds in option_kinds(pooling=PoolingType.MEAN, device="cuda").values():
+        assert not {"row_wise", "table_row_wise"} & {kind for kind, _ in kinds}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (ParameterConstraints(sharding_types=["column_wise"]), "sharding_type must be one of"),
+        (
+            ParameterConstraints(sharding_types=["table_wise", "grid_shard"]),
+            "got 'grid_shard' for table 't0'",
+        ),
+        (ParameterConstraints(cache_params=CacheParams(load_factor=0.2)), "cache_params"),
+        (ParameterConstraints(compute_kernels=["fused"]), "compute_kernels must have"),
+    ],
+)
+def test_a_constraint_that_a_tt_table_cannot_meet_raises(
+    constraints: ParameterConstraints, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        option_kinds({"t0": constraints})
+    option_kinds({"r0": ParameterConstraints(sharding_types=["column_wise"])})

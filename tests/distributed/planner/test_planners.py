@@ -1,0 +1,140 @@
+import time
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Topology,
+)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.toy_model import ToyModel, tables
+from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner, tt_planner
+from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+
+MIB = 1024**2
+
+
+def planner(
+    *,
+    ddr_cap: int = 512 * MIB,
+    constraints: dict[str, ParameterConstraints] | None = None,
+) -> TTEmbeddingShardingPlanner:
+    topology = Topology(
+        world_size=2, local_world_size=2, compute_device="cpu", ddr_cap=ddr_cap, hbm_cap=0
+    )
+    return tt_planner(
+        topology,
+        batch_size=128,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.1),
+    )
+
+
+def toy(pooling: PoolingType = PoolingType.SUM) -> ToyModel:
+    return ToyModel(TTEmbeddingBagCollection(tables(pooling), device="meta"))
+
+
+def test_u03_ten_million_rows_fit_into_512_mib_as_tt_and_not_as_rows() -> None:
+    size = {"name": "big", "num_embeddings": 10_000_000, "embedding_dim": 64}
+    tt = TTEmbeddingBagConfig(**size, feature_names=["f"], tt_ranks=[16, 16])
+    model = nn.Sequential(TTEmbeddingBagCollection([tt], device="meta"))
+    plan = planner().plan(model, [TTEmbeddingBagCollectionSharder()])
+    assert plan.plan["0"]["big"].compute_kernel == TT_COMPUTE_KERNEL
+    rows = EmbeddingBagConfig(**size, feature_names=["f"])
+    model = nn.Sequential(EmbeddingBagCollection([rows], device="meta"))
+    with pytest.raises(PlannerError) as error:
+        planner().plan(model, [EmbeddingBagCollectionSharder()])
+    assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_u02_a_table_of_8_rows_is_planned() -> None:
+    tiny = TTEmbeddingBagConfig(
+        name="tiny", num_embeddings=8, embedding_dim=4, feature_names=["f"], tt_ranks=[2, 2]
+    )
+    model = nn.Sequential(TTEmbeddingBagCollection([tiny], device="meta"))
+    plan = planner().plan(model, [TTEmbeddingBagCollectionSharder()])
+    assert plan.plan["0"]["tiny"].compute_kernel == TT_COMPUTE_KERNEL
+
+
+def test_tables_too_large_for_any_rank_are_refused_as_by_torchrec() -> None:
+    with pytest.raises(PlannerError) as error:
+        planner(ddr_cap=10_000).plan(toy(), [TTEmbeddingBagCollectionSharder()])
+    assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_u08_planning_without_the_tt_sharder_raises() -> None:
+    with pytest.raises(ValueError, match=r"TTEmbeddingBagCollectionSharder.*module 'ebc'"):
+        planner().plan(toy(), get_default_sharders())
+
+
+def test_default_sharders_and_the_tt_one_plan_every_table() -> None:
+    sharders = [*get_default_sharders(), TTEmbeddingBagCollectionSharder()]
+    plan = planner().plan(toy(), sharders)
+    assert set(plan.plan["ebc"]) == {"r0", "t0", "r1", "t1"}
+
+
+def test_a_mean_collection_is_planned_without_row_wise_tables() -> None:
+    plan = planner().plan(toy(PoolingType.MEAN), [TTEmbeddingBagCollectionSharder()])
+    kinds = {sharding.sharding_type for sharding in plan.plan["ebc"].values()}
+    assert "row_wise" not in kinds
+
+
+def test_constraints_that_mix_mean_and_row_wise_are_refused() -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["row_wise"]),
+        "t1": ParameterConstraints(sharding_types=["table_wise"]),
+    }
+    with pytest.raises(ValueError, match="MEAN pooling"):
+        planner(constraints=constraints).plan(
+            toy(PoolingType.MEAN), [TTEmbeddingBagCollectionSharder()]
+        )
+
+
+def collective_errors(rank: int) -> list[tuple[str, str]]:
+    cases = [
+        (planner(ddr_cap=10_000), [TTEmbeddingBagCollectionSharder()]),
+        (planner(), get_default_sharders()),
+        (
+            planner(constraints={"t0": ParameterConstraints(sharding_types=["column_wise"])}),
+            [TTEmbeddingBagCollectionSharder()],
+        ),
+    ]
+    errors = []
+    for a_planner, sharders in cases:
+        start = time.monotonic()
+        with pytest.raises((ValueError, PlannerError)) as error:
+            a_planner.collective_plan(toy(), sharders, dist.group.WORLD)
+        assert time.monotonic() - start < 5
+        errors.append((type(error.value).__name__, str(error.value)))
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.slow
+def test_u07_a_planning_error_is_raised_on_every_rank_within_seconds(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(collective_errors)
+    assert first == second
+    assert [kind for kind, _ in first] == ["PlannerError", "ValueError", "ValueError"]
+
+
+def collective_plan(rank: int) -> dict[str, str]:
+    plan = planner().collective_plan(toy(), [TTEmbeddingBagCollectionSharder()])
+    return {name: str(sharding) for name, sharding in plan.plan["ebc"].items()}
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_same_plan(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(collective_plan)
+    assert first == second
+    assert set(first) == {"r0", "t0", "r1", "t1"}

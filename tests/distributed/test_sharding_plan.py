@@ -1,0 +1,276 @@
+"""What a plan may say; refused from the global plan, the same on every rank."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import (
+    CacheParams,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import PoolingType
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.toy_model import (
+    BATCH_SIZE,
+    batches,
+    kjt,
+    on_meta,
+    sharder,
+    tables,
+    unsharded,
+)
+from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt.distributed.sharding_plan import (
+    TT_COMPUTE_KERNEL,
+    check_env,
+    check_mean_pooling,
+    check_plan,
+    with_tt_kernel,
+)
+
+
+def collection(pooling: PoolingType = PoolingType.SUM) -> TTEmbeddingBagCollection:
+    return TTEmbeddingBagCollection(tables(pooling), device="meta")
+
+
+def hand_made(ebc: TTEmbeddingBagCollection, **generators: Any) -> dict[str, ParameterSharding]:
+    """A plan for 2 ranks; tables that are not named are table-wise on rank 0."""
+    return construct_module_sharding_plan(
+        ebc,
+        {c.name: generators.get(c.name, table_wise(rank=0)) for c in ebc.embedding_bag_configs()},
+        sharder=TTEmbeddingBagCollectionSharder(),
+        local_size=2,
+        world_size=2,
+        device_type="cpu",
+    )
+
+
+def test_u14_a_hand_made_plan_is_accepted() -> None:
+    ebc = collection()
+    plan = hand_made(ebc, t0=table_wise(rank=1), t1=row_wise(), r1=data_parallel())
+    check_plan(ebc, plan, world_size=2)
+    assert plan["t0"].ranks == [1]
+
+
+def test_tt_tables_are_moved_to_the_tt_kernel_and_regular_ones_are_not() -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    kernels = {name: p.compute_kernel for name, p in with_tt_kernel(ebc, plan).items()}
+    assert kernels["t0"] == kernels["t1"] == TT_COMPUTE_KERNEL
+    assert kernels["r0"] == kernels["r1"] == plan["r0"].compute_kernel != TT_COMPUTE_KERNEL
+    assert plan["t0"].compute_kernel != TT_COMPUTE_KERNEL  # the caller's plan stays as it was
+
+
+@pytest.mark.parametrize(
+    "kind", ["column_wise", "table_column_wise", "table_row_wise", "grid_shard", "no_such_type"]
+)
+def test_other_sharding_types_are_refused_by_table_and_allowed_types(kind: str) -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["t0"].sharding_type = kind
+    message = f"data_parallel.*table_wise.*row_wise.*got '{kind}' for table 't0'"
+    with pytest.raises(ValueError, match=message):
+        check_plan(ebc, plan, world_size=2)
+    plan["t0"].sharding_type = ShardingType.TABLE_WISE.value
+    plan["r0"] = hand_made(ebc, r0=column_wise(ranks=[0, 1]))["r0"]  # a regular table may
+    check_plan(ebc, plan, world_size=2)
+
+
+def test_u11_cache_params_are_refused_for_a_tt_table_only() -> None:
+    ebc = collection()
+    for load_factor in (0, 0.2, 1.5):
+        plan = hand_made(ebc)
+        plan["r0"].cache_params = CacheParams(load_factor=load_factor)
+        check_plan(ebc, plan, world_size=2)
+        plan["t0"].cache_params = CacheParams(load_factor=load_factor)
+        with pytest.raises(ValueError, match=r"cache_params must be None .* for table 't0'"):
+            check_plan(ebc, plan, world_size=2)
+
+
+def test_a_plan_without_a_table_is_refused() -> None:
+    ebc = collection()
+    plan = dict(hand_made(ebc))
+    del plan["t1"]
+    with pytest.raises(ValueError, match="every table of the collection, got none for 't1'"):
+        check_plan(ebc, plan, world_size=2)
+
+
+def test_row_blocks_other_than_the_input_distribution_cuts_are_refused() -> None:
+    ebc = collection()
+    plan = hand_made(ebc, t0=row_wise())
+    check_plan(ebc, plan, world_size=2)
+    with pytest.raises(ValueError, match="110 rows of table 't0'"):
+        check_plan(ebc, plan, world_size=3)
+    plan["t0"].sharding_spec.shards[0].shard_sizes[0] = 60
+    plan["t0"].sharding_spec.shards[1].shard_offsets[0] = 60
+    plan["t0"].sharding_spec.shards[1].shard_sizes[0] = 50
+    with pytest.raises(ValueError, match=r"\[\(0, 55\), \(55, 55\)\].*\[\(0, 60\), \(60, 50\)\]"):
+        check_plan(ebc, plan, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("types", "is_right"),
+    [
+        ("row_wise row_wise row_wise row_wise", True),
+        ("row_wise table_row_wise row_wise row_wise", True),
+        ("table_wise data_parallel column_wise table_wise", True),
+        ("row_wise table_wise row_wise row_wise", False),
+        ("data_parallel data_parallel row_wise data_parallel", False),
+        ("grid_shard table_wise table_wise table_wise", False),
+    ],
+)
+def test_mean_pooling_is_refused_where_torchrec_divides_wrongly(types: str, is_right: bool) -> None:
+    configs = tables(PoolingType.MEAN)
+    by_name = dict(zip([c.name for c in configs], types.split(), strict=True))
+    if is_right:
+        check_mean_pooling(configs, by_name)
+    else:
+        with pytest.raises(ValueError, match="MEAN pooling of a"):
+            check_mean_pooling(configs, by_name)
+    check_mean_pooling(tables(PoolingType.SUM), by_name)
+
+
+def test_dtensor_state_dicts_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="DTensor"):
+        check_env(ShardingEnv(1, 0, None, output_dtensor=True))
+
+
+def test_resharding_in_place_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.distributed\.checkpoint"):
+        TTEmbeddingBagCollectionSharder().reshard(None, {}, None)
+
+
+def forward_backward(rank: int, kinds: list[str], world_size: int) -> None:
+    """A hand-made plan of each kind, with the stock kernel the helper names, runs and learns."""
+    generators = {
+        "table_wise": table_wise(rank=world_size - 1),
+        "row_wise": row_wise(),
+        "data_parallel": data_parallel(),
+    }
+    (batch,) = batches(1, size=BATCH_SIZE * world_size)
+    features = kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
+    for kind in kinds:
+        model = on_meta(unsharded())
+        generator = generators[kind]
+        plan = construct_module_sharding_plan(
+            model.ebc,
+            {c.name: generator for c in model.ebc.embedding_bag_configs()},
+            sharder=sharder(),
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        dmp = DistributedModelParallel(
+            model, plan=ShardingPlan({"ebc": plan}), sharders=[sharder()]
+        )
+        before = copy.deepcopy([p.detach() for p in dmp.module.ebc.parameters() if p.numel()])
+        output = dmp(features)
+        output.sum().backward()
+        assert output.isfinite().all()
+        after = [p for p in dmp.module.ebc.parameters() if p.numel()]
+        moved = [
+            not torch.equal(a, b) or b.grad is not None for a, b in zip(before, after, strict=True)
+        ]
+        assert all(moved)
+
+
+@pytest.mark.slow
+def test_u12_u14_every_type_that_is_allowed_builds_and_learns(two_ranks: Ranks) -> None:
+    kinds = ["table_wise", "row_wise", "data_parallel"]
+    two_ranks.run(forward_backward, kinds, 2)
+
+
+def refused_everywhere(rank: int) -> list[str]:
+    """Bad plans against the whole stack: the same words on every rank, and no collective begun."""
+    messages = []
+    for bad in ("column_wise", "mean"):
+        pooling = PoolingType.MEAN if bad == "mean" else PoolingType.SUM
+        model = on_meta(unsharded(pooling=pooling))
+        plan = hand_made(model.ebc, t0=row_wise() if bad == "mean" else column_wise(ranks=[0, 1]))
+        with pytest.raises(ValueError, match="must be one of|MEAN pooling") as error:
+            DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}), sharders=[sharder()])
+        messages.append(str(error.value))
+    dist.barrier()  # nobody is stuck in an earlier collective
+    return messages
+
+
+@pytest.mark.slow
+def test_a_bad_plan_raises_the_same_on_every_rank(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(refused_everywhere)
+    assert first == second
+    assert "'t0'" in first[0]
+    assert "MEAN" in first[1]
+
+
+def unsharded_in_dmp(rank: int) -> list[str]:
+    messages = []
+    for sharders, plan in ((get_default_sharders(), None), ([sharder()], ShardingPlan({}))):
+        with pytest.raises(ValueError, match="TTEmbeddingBagCollectionSharder") as error:
+            DistributedModelParallel(unsharded(), sharders=sharders, plan=plan)
+        messages.append(str(error.value))
+    dist.barrier()
+    return messages
+
+
+@pytest.mark.slow
+def test_u08_a_tt_table_that_dmp_leaves_unsharded_raises_on_every_rank(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(unsharded_in_dmp)
+    assert first == second
+    assert all("['t0', 't1']" in message for message in first)
+
+
+class ExtraSharding(ParameterSharding):
+    """U01: a plugin's ParameterSharding brings fused parameters of its own."""
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        return {"tt_note": [4, 4]}
+
+
+def extra_fused_params(rank: int) -> tuple[Any, list[Any]]:
+    model = on_meta(unsharded())
+    plan = hand_made(model.ebc)
+    plan["t0"] = ExtraSharding(**vars(plan["t0"]))
+    tt_sharder = sharder()
+    module = tt_sharder.shard(model.ebc, plan, ShardingEnv.from_process_group(dist.group.WORLD))
+    configs = [c for lookup in module._lookups for c in lookup.grouped_configs]
+    if rank:
+        return None, configs
+    noted = [c.fused_params["tt_note"] for c in configs if "tt_note" in (c.fused_params or {})]
+    stock = [c for c in configs if c.compute_kernel.value != TT_COMPUTE_KERNEL]
+    return noted, [key for c in stock for key in c.fused_params if "tt" in key]
+
+
+@pytest.mark.slow
+def test_u01_a_plans_own_fused_params_reach_the_tt_kernel_alone(two_ranks: Ranks) -> None:
+    assert two_ranks.run(extra_fused_params) == [([(4, 4)], []), (None, [])]
+
+
+def stock_planner(rank: int) -> dict[str, tuple[str, str]]:
+    """DMP with no plan makes one with the stock planner, on stock kernels, for these tables."""
+    sharders = [sharder()]
+    model = DistributedModelParallel(on_meta(unsharded()), sharders=sharders)
+    (batch,) = batches(1, size=2 * BATCH_SIZE)
+    model(kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)).sum().backward()
+    plan = model.module.ebc.module_sharding_plan
+    return {name: (p.sharding_type, p.compute_kernel) for name, p in plan.items()}
+
+
+@pytest.mark.slow
+def test_a_plan_of_the_stock_planner_runs(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(stock_planner)
+    assert first == second
+    assert first["t0"][1] == first["t1"][1] == TT_COMPUTE_KERNEL
