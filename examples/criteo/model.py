@@ -1,13 +1,12 @@
 """The DLRM of the Criteo example: which tables are Tensor-Train (TT), and how they are sharded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
@@ -168,21 +167,21 @@ def _optimizer(model: DistributedModelParallel, *, config: OptimizerConfig) -> C
     does not see them.
     """
     if config.freeze_tt:
-        for _, fused in model.fused_optimizer.optimizers:
-            if all(".tt_cores." in name for name in fused.params):
-                for group in fused.param_groups:
-                    group["lr"] = 0.0
+        cores = {id(core) for name, core in model.named_parameters() if _is_core(name)}
+        for group in model.fused_optimizer.param_groups:
+            if any(id(parameter) in cores for parameter in group["params"]):
+                group["lr"] = 0.0
     cls = torch.optim.Adagrad if config.adagrad else torch.optim.SGD
     dense = KeyedOptimizerWrapper(
-        dict(_dense_parameters(model, freeze_tt=config.freeze_tt)),
+        {
+            name: parameter
+            for name, parameter in in_backward_optimizer_filter(model.named_parameters())
+            if not (config.freeze_tt and _is_core(name))
+        },
         lambda params: cls(params, lr=config.learning_rate),
     )
     return CombinedOptimizer([model.fused_optimizer, dense])
 
 
-def _dense_parameters(
-    model: DistributedModelParallel, *, freeze_tt: bool
-) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
-        if not (freeze_tt and ".tt_cores." in name):
-            yield name, parameter
+def _is_core(parameter_name: str) -> bool:
+    return ".tt_cores." in parameter_name
