@@ -1,0 +1,77 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import torchrec_tt
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_every_public_name_resolves():
+    for name in torchrec_tt.__all__:
+        assert getattr(torchrec_tt, name).__name__ == name
+        assert name in dir(torchrec_tt)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'torchrec_tt' has no attribute 'TTBag'"):
+        torchrec_tt.TTBag  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_torch_nor_torchrec():
+    code = (
+        "import sys, torchrec_tt\n"
+        "assert not {'torch', 'torchrec', 'fbgemm_gpu'} & set(sys.modules), sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_u88_a_build_without_torch_stops_with_one_sentence(tmp_path):
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "torch.py").write_text("raise ImportError('hidden by the test')\n")
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    result = subprocess.run(
+        [
+            cmake if cmake.exists() else "cmake",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            "-S",
+            ROOT,
+            "-B",
+            tmp_path / "build",
+        ],
+        env={**os.environ, "PYTHONPATH": str(hidden)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    message = " ".join(result.stderr.split())
+    assert "found none: install torch, then run `pip install --no-build-isolation .`" in message
+
+
+@pytest.mark.slow
+def test_u57_the_cuda_switch_says_that_there_are_no_cuda_operators_yet(tmp_path):
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    result = subprocess.run(
+        [
+            cmake if cmake.exists() else "cmake",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            "-DTORCHREC_TT_WITH_CUDA=ON",
+            "-S",
+            ROOT,
+            "-B",
+            tmp_path / "build",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "TORCHREC_TT_WITH_CUDA=ON needs csrc/cuda" in " ".join(result.stderr.split())
