@@ -40,9 +40,9 @@ def test_a_shape_survives_pickling() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_embeddings": 0}, "num_embeddings must be positive integers, got"),
-        ({"embedding_dim": -4}, "embedding_dim must be positive integers, got"),
-        ({"num_embeddings": 22.0}, "num_embeddings must be positive integers, got"),
+        ({"num_embeddings": 0}, "num_embeddings must be a positive integer, got"),
+        ({"embedding_dim": -4}, "embedding_dim must be a positive integer, got"),
+        ({"num_embeddings": 22.0}, "num_embeddings must be a positive integer, got"),
         ({"row_factors": (2, 0, 4)}, r"row_factors must be positive integers, got \(2, 0, 4\)"),
         ({"tt_ranks": (5, True)}, r"tt_ranks must be positive integers, got \(5, True\)"),
         ({"row_factors": (24,)}, r"row_factors must have 2 to 4 entries, got \(24,\)"),

@@ -1,6 +1,7 @@
 """TTShape, the one value that says how a table is cut into Tensor-Train cores."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_CORES = 2
@@ -42,11 +43,14 @@ class TTShape:
 
     def __post_init__(self) -> None:
         for name in ("num_embeddings", "embedding_dim"):
-            _check_positive(name, (getattr(self, name),))
+            value = getattr(self, name)
+            if not _is_positive(value):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("row_factors", "col_factors", "tt_ranks"):
-            value = tuple(getattr(self, name))
-            object.__setattr__(self, name, value)
-            _check_positive(name, value)
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or not all(map(_is_positive, value)):
+                raise ValueError(f"{name} must be positive integers, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
         d = len(self.row_factors)
         if not MIN_CORES <= d <= MAX_CORES:
             raise ValueError(
@@ -98,7 +102,5 @@ class TTShape:
         return sum(rows * cols for rows, cols in self.core_shapes)
 
 
-def _check_positive(name: str, values: tuple[int, ...]) -> None:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be positive integers, got {values}")
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
