@@ -131,6 +131,7 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
             for k, core in enumerate(self.cores(table.name))
         }
         owned = {} if is_replicated else _placements(config, params)
+        assert self._emb_module.optimizer is not None
         self._optim = TTFusedOptimizer(
             self._emb_module.optimizer, params=params, owned=owned, pg=pg
         )

@@ -55,6 +55,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         NotImplementedError: for 2D parallelism and DTensor state dicts.
     """
 
+    _embedding_bag_configs: list[EmbeddingBagConfig]
     _owned_cores: dict[str, ShardedTensor] | None = None  # None until the cores are registered
 
     def __init__(
@@ -163,10 +164,12 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
         super()._initialize_torch_state(skip_registering)
         owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
-        self._owned_cores = {}
+        owned: dict[str, ShardedTensor] = {}
         for config in tt_configs(self._embedding_bag_configs):
             kernel = owners.get(config.name)
-            self._register_cores(config.name, kernel.cores(config.name) if kernel else None)
+            cores = kernel.cores(config.name) if kernel else None
+            owned.update(self._register_cores(config.name, cores))
+        self._owned_cores = owned
         if not skip_registering:
             self._register_state_dict_hook(_put_owned_cores)
             self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
@@ -179,21 +182,28 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 if isinstance(kernel, TTBatchedDenseEmbeddingBag):
                     yield kernel
 
-    def _register_cores(self, table: str, cores: nn.ParameterList | None) -> None:
-        """Puts `cores` (None on ranks without the table) where the unsharded module has them."""
+    def _register_cores(
+        self, table: str, cores: nn.ParameterList | None
+    ) -> dict[str, ShardedTensor]:
+        """Puts `cores` (None on ranks without the table) where the unsharded module has them.
+
+        Returns those that have one owner, by state dict key.
+        """
         shapes = self._table_name_to_config[table].tt_shape.core_shapes
         registered = nn.ParameterList(cores or [_placeholder(self._device) for _ in shapes])
         self.embedding_bags[table].tt_cores = registered
         sharding = self.module_sharding_plan[table]
         if sharding.sharding_type != ShardingType.TABLE_WISE.value:
-            return
-        for k, shape in enumerate(shapes):
-            self._owned_cores[f"embedding_bags.{table}.tt_cores.{k}"] = one_owner_tensor(
+            return {}
+        return {
+            f"embedding_bags.{table}.tt_cores.{k}": one_owner_tensor(
                 cores[k] if cores else None,
                 size=torch.Size(shape),
                 placement=sharding.sharding_spec.shards[0].placement,
                 pg=self._env.process_group,
             )
+            for k, shape in enumerate(shapes)
+        }
 
     def _reset_cores(self) -> None:
         if self._device is not None and self._device.type == "meta":
@@ -322,7 +332,7 @@ def _put_owned_cores(
     module: ShardedTTEmbeddingBagCollection, destination: dict[str, Any], prefix: str, _: Any
 ) -> None:
     """State dict hook: cores with one owner leave as ShardedTensors."""
-    for key, sharded in module._owned_cores.items():
+    for key, sharded in (module._owned_cores or {}).items():
         destination[prefix + key] = sharded
 
 

@@ -10,9 +10,9 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Tensor
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.optim.fused import FusedOptimizer
 
-from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
+from torchrec_tt.optim import CoreOptimizer, OptimizerName, TTOptimizerConfig
 
-_OPTIMIZERS = {
+_OPTIMIZERS: dict[EmbOptimType, OptimizerName] = {
     EmbOptimType.SGD: "sgd",
     EmbOptimType.EXACT_SGD: "sgd",
     EmbOptimType.EXACT_ADAGRAD: "adagrad",

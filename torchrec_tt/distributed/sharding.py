@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
@@ -20,6 +21,9 @@ from torchrec_tt.tt.shape import TTShape
 class _TTLookupMixin:
     """Gives a sharding the lookup that knows TT tables."""
 
+    _grouped_embedding_configs: list[GroupedEmbeddingConfig]
+    _env: ShardingEnv
+    _device: torch.device | None
     _lookup_sharding_type: ShardingType | None = None  # as the stock sharding tells its lookup
     _scale_weight_gradients = True
 

@@ -203,9 +203,10 @@ def _with_applied_optimizer(
     fused_params: dict[str, Any] | None, option: ShardingOption
 ) -> dict[str, Any]:
     """`fused_params` with the choice of `apply_optimizer_in_backward`, which precedes them."""
-    classes = getattr(option.tensor, "_optimizer_classes", [])
-    applied = {"optimizer": optimizer_type_to_emb_opt_type(c) for c in classes}
-    return {**(fused_params or {}), **applied}
+    result = dict(fused_params or {})
+    if hasattr(option.tensor, "_optimizer_classes"):
+        result["optimizer"] = optimizer_type_to_emb_opt_type(option.tensor._optimizer_classes[0])
+    return result
 
 
 def _expected_lookups(
