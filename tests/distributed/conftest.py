@@ -6,6 +6,13 @@ from tests.distributed.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks

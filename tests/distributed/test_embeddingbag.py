@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -25,6 +26,7 @@ from tests.distributed.toy_model import (
     LR,
     OPTIMIZERS,
     OUTPUTS,
+    Pooling,
     batches,
     full_state,
     kjt,
@@ -49,7 +51,7 @@ def train_both(
     rank: int,
     types: dict[str, str],
     optimizer: str = "sgd",
-    pooling: PoolingType = PoolingType.SUM,
+    pooling: Pooling = PoolingType.SUM,
     is_weighted: bool = False,
     data: list[Any] | None = None,
 ) -> None:
@@ -106,10 +108,21 @@ def test_weighted_training_equals_unsharded(two_ranks: Ranks, types: tuple[str, 
     two_ranks.run(train_both, {"t0": types[0], "t1": types[1]}, "adagrad", PoolingType.SUM, True)
 
 
-@pytest.mark.parametrize("kinds", [(RW, RW, RW, RW), (TW, DP, DP, TW)])
-def test_mean_pooling_equals_unsharded(two_ranks: Ranks, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "means"),
+    [
+        ((RW, RW, RW, RW), "t0 t1 r0 r1"),
+        ((TW, DP, DP, TW), "t0 t1 r0 r1"),
+        ((RW, RW, RW, RW), "t0 t1 r0"),
+        ((RW, TW, DP, RW), "t1 r0"),  # the row-wise tables pool by SUM
+    ],
+)
+def test_mean_pooling_equals_unsharded(
+    two_ranks: Ranks, kinds: tuple[str, ...], means: str
+) -> None:
     types = dict(zip(["t0", "t1", "r0", "r1"], kinds, strict=True))
-    two_ranks.run(train_both, types, "sgd", PoolingType.MEAN)
+    pooling = dict.fromkeys(means.split(), PoolingType.MEAN)
+    two_ranks.run(train_both, types, "sgd", pooling)
 
 
 def without_ids(batch: Any, *, start: int, stop: int) -> Any:
@@ -275,27 +288,39 @@ def test_u24_variable_batch_sizes_are_refused_at_the_input(two_ranks: Ranks) -> 
         assert "VBE" in message
 
 
-def out_of_range_message(rank: int, kind: str) -> str:
-    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+def look_up_119(rank: int, kind: str, mode: BoundsCheckMode | None) -> Any:
+    """Looks up the first id that the 119 rows of t1 do not have, though its cores could."""
+    tt_sharder = sharder() if mode is None else sharder(bounds_check_mode=mode)
+    source = unsharded()
     features = KeyedJaggedTensor(
         keys=KEYS, values=torch.tensor([0, 0, 0, 119]), lengths=torch.tensor([1] * 4)
     )
     try:
-        pooled_f3(model, features)
+        model, _ = sharded(source, {"t0": kind, "t1": kind}, tt_sharder=tt_sharder)
+        return pooled_f3(model, features).detach()
     except ValueError as error:
         return str(error)
-    return "no error"
 
 
-@pytest.mark.parametrize("kind", [TW, DP])
-def test_an_id_past_the_table_raises_though_the_cores_hold_it(kind: str) -> None:
-    ranks = Ranks(1)  # the error leaves other ranks in a collective: give it a group of its own
-    try:
-        (message,) = ranks.run(out_of_range_message, kind)
-    finally:
-        ranks.stop()
+@pytest.mark.parametrize("kind", [TW, RW, DP])
+def test_an_id_past_the_table_raises_though_the_cores_hold_it(one_rank: Ranks, kind: str) -> None:
+    (message,) = one_rank.run(look_up_119, kind, None)
     assert "'t1'" in message
     assert "119" in message
+
+
+@pytest.mark.parametrize("kind", [TW, RW, DP])
+def test_u25_bounds_check_mode_ignore_reads_row_0(one_rank: Ranks, kind: str) -> None:
+    row_0 = KeyedJaggedTensor(
+        keys=KEYS, values=torch.zeros(4, dtype=torch.long), lengths=torch.tensor([1] * 4)
+    )
+    (output,) = one_rank.run(look_up_119, kind, BoundsCheckMode.IGNORE)
+    torch.testing.assert_close(output, unsharded().ebc(row_0)["f3"].detach())
+
+
+def test_a_bounds_check_mode_without_a_check_is_refused(one_rank: Ranks) -> None:
+    (message,) = one_rank.run(look_up_119, TW, BoundsCheckMode.NONE)
+    assert "bounds_check_mode must be one of ['FATAL', 'WARNING', 'IGNORE']" in message
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -308,10 +333,6 @@ def test_u83_more_ranks_train_as_the_unsharded(world_size: int) -> None:
         ranks.stop()
 
 
-def test_a_single_rank_trains_as_the_unsharded() -> None:
-    ranks = Ranks(1)
-    try:
-        for kinds in itertools.product([TW, RW, DP], repeat=2):
-            ranks.run(train_both, {"t0": kinds[0], "t1": kinds[1]}, "adagrad")
-    finally:
-        ranks.stop()
+def test_a_single_rank_trains_as_the_unsharded(one_rank: Ranks) -> None:
+    for kinds in itertools.product([TW, RW, DP], repeat=2):
+        one_rank.run(train_both, {"t0": kinds[0], "t1": kinds[1]}, "adagrad")

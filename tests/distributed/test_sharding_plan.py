@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -18,6 +19,7 @@ from torchrec.distributed.types import (
     CacheParams,
     ParameterSharding,
     ShardingEnv,
+    ShardingEnv2D,
     ShardingPlan,
     ShardingType,
 )
@@ -144,9 +146,32 @@ def test_mean_pooling_is_refused_where_torchrec_divides_wrongly(types: str, is_r
     check_mean_pooling(tables(PoolingType.SUM), by_name)
 
 
+def test_row_wise_mean_beside_a_shared_feature_of_a_sum_table_is_refused() -> None:
+    everywhere = dict.fromkeys(["t0", "t1", "r0", "r1"], "row_wise")
+    check_mean_pooling(tables(dict.fromkeys(["r0", "t0"], PoolingType.MEAN)), everywhere)
+    for name in ("r0", "t1"):  # f0 is read by r0 and t0, and t0 pools by SUM
+        with pytest.raises(ValueError, match=f"got table '{name}'"):
+            check_mean_pooling(tables({name: PoolingType.MEAN}), everywhere)
+
+
 def test_dtensor_state_dicts_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="DTensor"):
         check_env(ShardingEnv(1, 0, None, output_dtensor=True))
+
+
+def two_dimensional_message(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (1, 2))
+    world = dist.group.WORLD
+    env = ShardingEnv2D(sharding_pg=world, replica_pg=world, global_pg=world, device_mesh=mesh)
+    with pytest.raises(NotImplementedError) as error:
+        sharder().shard(collection(), hand_made(collection()), env)
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_2d_parallelism_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(two_dimensional_message):
+        assert "ShardingEnv2D" in message
 
 
 def test_resharding_in_place_is_refused() -> None:

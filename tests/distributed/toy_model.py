@@ -28,6 +28,8 @@ BATCH_SIZE = 8  # per rank
 LR = 0.1
 EPS = 1e-8
 
+Pooling = PoolingType | Mapping[str, PoolingType]
+
 OPTIMIZERS: dict[str, tuple[EmbOptimType, Any]] = {
     "sgd": (EmbOptimType.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=LR)),
     "adagrad": (EmbOptimType.EXACT_ADAGRAD, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS)),
@@ -54,40 +56,44 @@ class ToyModelWithLoss(ToyModel):
         return output.square().mean(), output
 
 
-def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
-    """Feature f0 is read by a regular and a TT table; rows do not fill the TT tables' factors."""
-    return [
-        EmbeddingBagConfig(
-            name="r0", num_embeddings=100, embedding_dim=16, feature_names=["f0"], pooling=pooling
-        ),
+def tables(pooling: Pooling = PoolingType.SUM) -> list[EmbeddingBagConfig]:
+    """Feature f0 is read by a regular and a TT table; rows do not fill the TT tables' factors.
+
+    `pooling` is of all tables, or by name of those that do not pool by SUM.
+    """
+    configs = [
+        EmbeddingBagConfig(name="r0", num_embeddings=100, embedding_dim=16, feature_names=["f0"]),
         TTEmbeddingBagConfig(
             name="t0",
             num_embeddings=110,
             embedding_dim=16,
             feature_names=["f2", "f0"],
-            pooling=pooling,
             tt_ranks=[3, 5],
             row_factors=[4, 5, 6],
             col_factors=[2, 2, 4],
         ),
-        EmbeddingBagConfig(
-            name="r1", num_embeddings=200, embedding_dim=8, feature_names=["f1"], pooling=pooling
-        ),
+        EmbeddingBagConfig(name="r1", num_embeddings=200, embedding_dim=8, feature_names=["f1"]),
         TTEmbeddingBagConfig(
             name="t1",
             num_embeddings=119,
             embedding_dim=8,
             feature_names=["f3"],
-            pooling=pooling,
             tt_ranks=[6],
             row_factors=[10, 12],
             col_factors=[2, 4],
         ),
     ]
+    for config in configs:
+        config.pooling = (
+            pooling
+            if isinstance(pooling, PoolingType)
+            else pooling.get(config.name, PoolingType.SUM)
+        )
+    return configs
 
 
 def unsharded(
-    *, seed: int = 0, pooling: PoolingType = PoolingType.SUM, is_weighted: bool = False
+    *, seed: int = 0, pooling: Pooling = PoolingType.SUM, is_weighted: bool = False
 ) -> ToyModel:
     torch.manual_seed(seed)
     model = ToyModel(TTEmbeddingBagCollection(tables(pooling), is_weighted=is_weighted))

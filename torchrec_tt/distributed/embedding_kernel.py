@@ -1,6 +1,6 @@
 """The compute kernels that put Tensor-Train tables into TorchRec's grouped lookups."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
 from torchrec_tt.modules.table_batched import TTTable, TTTableBatchedEmbeddingBags
+from torchrec_tt.ops.embedding_bag import CheckMode
 from torchrec_tt.optim import TTOptimizerConfig
 
 TT_SHAPE = "_tt_shape"  # a table's TTShape in ShardedEmbeddingTable.fused_params
 
-_CHECK_MODES = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
+_CHECK_MODES: dict[str, CheckMode] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
 
 
 class TTBatchedDenseEmbeddingBag(BaseEmbedding):
@@ -50,7 +51,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         self._emb_module = TTTableBatchedEmbeddingBags(
             [_tt_table(t, sharding_type=sharding_type) for t in config.embedding_tables],
             pooling="mean" if pooling.name == "MEAN" else "sum",
-            check_mode=_check_mode(config.fused_params or {}),
+            check_mode=check_mode_of(config.fused_params or {}),
             optimizer=optimizer,
             reduce_gradients=reduce_gradients,
             device=device,
@@ -154,7 +155,12 @@ def _tt_table(table: ShardedEmbeddingTable, *, sharding_type: ShardingType | Non
     )
 
 
-def _check_mode(fused_params: dict[str, Any]) -> Any:
+def check_mode_of(fused_params: Mapping[str, Any]) -> CheckMode:
+    """Returns what to do with bad ids as `bounds_check_mode` says; FATAL where it says nothing.
+
+    Raises:
+        ValueError: for a mode without a check.
+    """
     mode = fused_params.get("bounds_check_mode")
     if mode is None:
         return "fatal"

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
+from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag, check_mode_of
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config, one_owner_tensor
 from torchrec_tt.distributed.sharding import create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import (
@@ -99,6 +99,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 info.fused_params = {  # TorchRec groups tables by them, so they must hash
                     k: tuple(v) if isinstance(v, list) else v for k, v in info.fused_params.items()
                 }
+                check_mode_of(info.fused_params)
                 if sharding_type != ShardingType.DATA_PARALLEL.value:
                     core_optimizer_config(info.fused_params)
         return infos_by_type

@@ -6,6 +6,7 @@ rank, before any collective.
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -29,6 +30,7 @@ ROW_SPLITTING_TYPES = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 )
+_DIVIDED_TYPES = ROW_SPLITTING_TYPES[:2]  # those whose MEAN TorchRec divides afterwards
 
 
 def check_env(env: ShardingEnv) -> None:
@@ -78,22 +80,31 @@ def check_mean_pooling(
 ) -> None:
     """Raises ValueError where TorchRec would divide a MEAN wrongly.
 
-    TorchRec pools row-wise tables by SUM and divides afterwards, but divides the outputs of all
-    tables of the collection, those that are not row-wise too; it never divides GRID_SHARD ones.
+    TorchRec pools row-wise tables by SUM and divides afterwards, but by one divisor for the whole
+    collection. So it divides the outputs of tables that are not row-wise too, and confuses the
+    divisors of a feature that a SUM table shares with another. It never divides GRID_SHARD tables.
     """
-    for config in configs:
-        sharding_type = sharding_types[config.name]
-        if config.pooling != PoolingType.MEAN or sharding_type not in ROW_SPLITTING_TYPES:
-            continue
-        others = {c.name: sharding_types[c.name] for c in configs}
-        if sharding_type == ShardingType.GRID_SHARD.value or any(
-            other not in ROW_SPLITTING_TYPES[:2] for other in others.values()
-        ):
-            raise ValueError(
-                f"MEAN pooling of a {sharding_type} table needs every table of its collection to "
-                f"be row_wise or table_row_wise (TorchRec divides the others too), got table "
-                f"{config.name!r} in a collection sharded as {others}"
-            )
+    by_name = {config.name: sharding_types[config.name] for config in configs}
+    means = [
+        config
+        for config in configs
+        if config.pooling == PoolingType.MEAN and by_name[config.name] in ROW_SPLITTING_TYPES
+    ]
+    readers = Counter(feature for config in configs for feature in config.feature_names)
+    has_shared_sum = any(
+        readers[feature] > 1
+        for config in configs
+        if config.pooling == PoolingType.SUM
+        for feature in config.feature_names
+    )
+    is_divided_alike = all(kind in _DIVIDED_TYPES for kind in by_name.values())
+    if means and (has_shared_sum or not is_divided_alike):
+        raise ValueError(
+            f"MEAN pooling of a {by_name[means[0].name]} table needs every table of its "
+            f"collection to be one of {list(_DIVIDED_TYPES)}, and no feature of a SUM table to be "
+            f"read by two tables (TorchRec would divide wrongly), got table {means[0].name!r} in "
+            f"a collection sharded as {by_name}"
+        )
 
 
 def check_cache_params(table: str, cache_params: object) -> None:
