@@ -42,38 +42,51 @@ TT_INLINE T sum_lanes(Vec<T> v) {
   return sum;
 }
 
+typedef Lanes<float, 4>::type Quad;
+
+// Adds neighbours within every 16 bytes: of (a, b) gives [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
+TT_INLINE Vec<float> add_pairs(Vec<float> a, Vec<float> b) {
 #if TT_VECTOR_BYTES == 64
-TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) {
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#elif TT_VECTOR_BYTES == 32
+  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
+// The sum of a vector's 16-byte parts.
+TT_INLINE Quad add_quads(Vec<float> v) {
+#if TT_VECTOR_BYTES == 64
   const auto half = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
                     __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   return __builtin_shufflevector(half, half, 0, 1, 2, 3) +
          __builtin_shufflevector(half, half, 4, 5, 6, 7);
-}
 #elif TT_VECTOR_BYTES == 32
-TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) {
   return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-}
 #else
-TT_INLINE Lanes<float, 4>::type quarter_sum(Vec<float> v) { return v; }
+  return v;
 #endif
+}
 
-// out[0..3] = the lane sums of a, b, c, d.
+// out[0..3] (+)= the lane sums of v[0..3].
 template <typename T, bool kAdd>
-TT_INLINE void store_sums(Vec<T> a, Vec<T> b, Vec<T> c, Vec<T> d, T* out) {
+TT_INLINE void store_sums(const Vec<T> (&v)[4], T* out) {
   if constexpr (std::is_same_v<T, float>) {
-    const auto qa = quarter_sum(a), qb = quarter_sum(b), qc = quarter_sum(c), qd = quarter_sum(d);
-    const auto ab = __builtin_shufflevector(qa, qb, 0, 4, 1, 5) +
-                    __builtin_shufflevector(qa, qb, 2, 6, 3, 7);
-    const auto cd = __builtin_shufflevector(qc, qd, 0, 4, 1, 5) +
-                    __builtin_shufflevector(qc, qd, 2, 6, 3, 7);
-    auto sums = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) +
-                __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-    auto* to = reinterpret_cast<Lanes<float, 4>::type*>(out);
+    const Quad sums = add_quads(add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3])));
+    Quad* to = reinterpret_cast<Quad*>(out);
     *to = kAdd ? *to + sums : sums;
   } else {
-    const T sums[4] = {sum_lanes<T>(a), sum_lanes<T>(b), sum_lanes<T>(c), sum_lanes<T>(d)};
-    for (int i = 0; i < 4; i++) out[i] = kAdd ? out[i] + sums[i] : sums[i];
+    for (int i = 0; i < 4; i++) out[i] = kAdd ? out[i] + sum_lanes<T>(v[i]) : sum_lanes<T>(v[i]);
   }
+}
+
+// How many of `count` vectors go in tiles of `kV`: one left over is as slow as two, so none is left.
+TT_INLINE int64_t wide_end(int64_t count, int64_t kV) {
+  const int64_t tiles = count / kV;
+  return (count % kV == 1 && tiles > 0 ? tiles - 1 : tiles) * kV;
 }
 
 // One tile of C = A B: kX rows by kV vectors, held in registers over all K.
@@ -101,8 +114,9 @@ TT_INLINE void product_rows(const T* a, int64_t ld_a, const T* b, int64_t ld_b, 
                             int64_t N, T* c, int64_t ld_c) {
   constexpr int64_t W = kWidth<T>;
   constexpr int kV = kX == 4 ? 3 : 4;  // 12, 8 and 4 running sums of the 16 (or 32) registers
+  const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
-  for (; n + kV * W <= N; n += kV * W) product_tile<T, kX, kV>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
+  for (; n < wide; n += kV * W) product_tile<T, kX, kV>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
   for (; n + 2 * W <= N; n += 2 * W) product_tile<T, kX, 2>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
   for (; n + W <= N; n += W) product_tile<T, kX, 1>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
   for (; n < N; n++) {
@@ -143,7 +157,7 @@ TT_INLINE void dot_block(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int
   for (int x = 0; x < kX; x++) {
     T* to = out + x * ld_out;
     if constexpr (kY == 4) {
-      store_sums<T, kAdd>(sum[x][0], sum[x][1], sum[x][2], sum[x][3], to);
+      store_sums<T, kAdd>(sum[x], to);
     } else {
       for (int y = 0; y < kY; y++) {
         const T total = sum_lanes<T>(sum[x][y]);
@@ -224,8 +238,9 @@ TT_INLINE void outer_rows(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
                           int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
   constexpr int kV = kI == 4 ? 3 : 4;
+  const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
-  for (; n + kV * W <= N; n += kV * W) {
+  for (; n < wide; n += kV * W) {
     outer_tile<T, kI, kV, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
   }
   for (; n + 2 * W <= N; n += 2 * W) {
