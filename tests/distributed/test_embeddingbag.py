@@ -238,6 +238,22 @@ def test_qcomm_codecs_are_honoured(two_ranks: Ranks) -> None:
         assert error > 1e-5  # in float32 the outputs agree to 1e-6: the codec was there
 
 
+def pooled_int32(rank: int) -> None:
+    source = unsharded()
+    (batch,) = batches(1, size=BATCH_SIZE)
+    features = kjt(batch, start=0, stop=BATCH_SIZE)
+    narrow = KeyedJaggedTensor(
+        keys=KEYS, values=features.values().int(), lengths=features.lengths().int()
+    )
+    for kind in (TW, RW, DP):
+        model, _ = sharded(source, {"t0": kind, "t1": kind})
+        assert torch.equal(model(narrow), model(features))
+
+
+def test_int32_ids_and_lengths_give_the_same_output(two_ranks: Ranks) -> None:
+    two_ranks.run(pooled_int32)
+
+
 def initial_values(rank: int, kind: str) -> dict[str, Tensor]:
     torch.manual_seed(7 + rank)  # rank 0's seed counts
     model, _ = sharded(unsharded(seed=7 + rank), {"t0": kind, "t1": kind}, load=False)

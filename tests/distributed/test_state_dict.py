@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -19,7 +19,10 @@ from tests.distributed.toy_model import (
     batches,
     full_state,
     kjt,
+    on_meta,
+    plan_for,
     sharded,
+    sharder,
     unsharded,
 )
 
@@ -198,3 +201,21 @@ def test_u42_dcp_moves_cores_between_world_sizes(
     (loaded,) = one_rank.run(load, str(tmp_path))
     for key, value in saved.items():
         assert torch.equal(loaded[key], value), key
+
+
+def devices_on_meta(rank: int) -> set[str]:
+    meta = on_meta(unsharded())
+    sharders = [sharder("adagrad")]
+    model = DistributedModelParallel(
+        meta.ebc,
+        plan=ShardingPlan({"": plan_for(meta, {"t0": TW, "t1": RW}, sharders).plan["ebc"]}),
+        sharders=sharders,
+        device=torch.device("meta"),
+        init_parameters=False,
+        init_data_parallel=False,
+    )
+    return {str(parameter.device) for parameter in model.parameters() if parameter.numel()}
+
+
+def test_a_model_sharded_on_meta_allocates_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(devices_on_meta) == [{"meta"}, {"meta"}]

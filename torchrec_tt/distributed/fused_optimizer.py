@@ -37,7 +37,7 @@ def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizer
     if optimizer not in _OPTIMIZERS:
         raise ValueError(
             f"fused_params['optimizer'] must be one of {[o.name for o in _OPTIMIZERS]} for "
-            f"Tensor-Train tables, got {optimizer!r}"
+            f"Tensor-Train tables that are not data_parallel, got {optimizer!r}"
         )
     for name in _UNSUPPORTED:
         if fused_params.get(name):

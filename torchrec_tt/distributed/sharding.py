@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embeddingbag import replace_placement_with_meta_device
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
@@ -70,6 +71,8 @@ def create_tt_sharding(
 ) -> Any:
     """Returns the sharding for tables of one sharding type of which `shapes` are TT tables."""
     sharding_type = sharding_infos[0].param_sharding.sharding_type
+    if device is not None and device.type == "meta":
+        replace_placement_with_meta_device(sharding_infos)
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         sharding: Any = TTDpPooledEmbeddingSharding(sharding_infos, env, device)
     else:
