@@ -360,7 +360,8 @@ def test_mid_slices_shared_by_chunks_get_all_of_their_gradient():
     wanted = torch.autograd.grad(expected, doubles, cotangent.double())
     for grad, want in zip(grads, wanted, strict=True):
         largest = float(want.abs().max())
-        torch.testing.assert_close(grad.double(), want, rtol=0, atol=2e-6 * largest)
+        # 670 rows to a slice, thousands of products each; a lost part would be 1e-1
+        torch.testing.assert_close(grad.double(), want, rtol=0, atol=1e-5 * largest)
 
 
 def test_a_row_is_the_same_whatever_else_is_in_the_batch():
