@@ -22,7 +22,7 @@ from torchrec_tt.tt.factorize import factorize_rows
 
 # An id is rows * u**_POWER for uniform u, so id i has a probability of about i**(1 / _POWER - 1).
 # Small ids are the frequent ones, as where a vocabulary is numbered by first appearance.
-_POWER = 6
+_POWER = 9
 _LOGIT_SCALE = 3.0  # the logit's standard deviation over the rows, about
 _LOGIT_BIAS = -1.0
 _NUM_HOT_IDS = 20

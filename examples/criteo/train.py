@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", default=MADE, help=f"a Criteo TSV, plain or gzip, or '{MADE}' for made-up rows")
-    add("--made_rows", type=_positive, default=280_000, help="how many rows to make up")
+    add("--made_rows", type=_positive, default=350_000, help="how many rows to make up")
     add("--output_dir", type=Path, default=Path("runs/criteo"), help="where metrics.json goes")
     add("--epochs", type=_positive, default=1, help="passes through the training rows")
     add("--batch_size", type=_positive, help="training rows per rank and step; default 128 / ranks")
