@@ -50,7 +50,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
             args = (rank, self.world_size, store, theirs)

@@ -1,7 +1,7 @@
 """Cores and their optimizer state in state dicts, and moving between plans with DCP."""
 
 import itertools
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,16 +62,9 @@ def full_optimizer_state(model: DistributedModelParallel) -> dict[str, Tensor]:
     return {key: value for state in states for key, value in state.items()}
 
 
-def shared_folder() -> str:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
-def move_by_dcp(rank: int, source: tuple[str, str], target: tuple[str, str]) -> int:
+def move_by_dcp(rank: int, folder: str, source: tuple[str, str], target: tuple[str, str]) -> int:
     """Saves under one plan, loads under another; returns the number of optimizer states moved."""
     model, _ = trained(rank, source)
-    folder = shared_folder()
     dcp.save(
         {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()},
         checkpoint_id=folder,
@@ -100,15 +93,17 @@ def move_by_dcp(rank: int, source: tuple[str, str], target: tuple[str, str]) -> 
 
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("target", KINDS)
-def test_dcp_moves_cores_between_plans(two_ranks: Ranks, source: str, target: str) -> None:
-    two_ranks.run(move_by_dcp, (source, TW), (target, RW))
+def test_dcp_moves_cores_between_plans(
+    two_ranks: Ranks, tmp_path: Path, source: str, target: str
+) -> None:
+    two_ranks.run(move_by_dcp, str(tmp_path), (source, TW), (target, RW))
 
 
 @pytest.mark.parametrize("kinds", itertools.product([TW, RW], repeat=2))
 def test_dcp_moves_optimizer_state_between_model_parallel_plans(
-    two_ranks: Ranks, kinds: tuple[str, str]
+    two_ranks: Ranks, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
-    assert two_ranks.run(move_by_dcp, kinds, tuple(reversed(kinds))) == [5, 5]
+    assert two_ranks.run(move_by_dcp, str(tmp_path), kinds, tuple(reversed(kinds))) == [5, 5]
 
 
 def kinds_of_values(rank: int, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -195,7 +190,7 @@ def load(rank: int, folder: str) -> dict[str, Tensor]:
 
 
 def test_u42_dcp_moves_cores_between_world_sizes(
-    two_ranks: Ranks, one_rank: Ranks, tmp_path: Any
+    two_ranks: Ranks, one_rank: Ranks, tmp_path: Path
 ) -> None:
     saved, _ = two_ranks.run(save, str(tmp_path))
     (loaded,) = one_rank.run(load, str(tmp_path))
