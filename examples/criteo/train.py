@@ -11,6 +11,7 @@ dlrm_main.py where it has them.
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -278,7 +279,9 @@ def _init_process_group() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Drops warnings that no user of this script can act on."""
+    """Drops warnings of torch and TorchRec that no user of this script can act on."""
+    for logger in (logging.getLogger(), logging.getLogger("torch.fx")):
+        logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch")
     # FBGEMM's CPU operator differentiates itself, in C++ and out of the dispatcher's sight.
     warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
