@@ -7,12 +7,13 @@ from itertools import cycle
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -119,15 +120,7 @@ def sharded_dlrm(
             over_arch_layer_sizes=over_arch_layer_sizes,
         )
     )
-    fused_params = {
-        "optimizer": EmbOptimType.EXACT_ADAGRAD if optimizer.adagrad else EmbOptimType.EXACT_SGD,
-        "learning_rate": optimizer.learning_rate,
-    }
-    sharders = [
-        TTEmbeddingBagCollectionSharder(fused_params=fused_params),
-        EmbeddingBagCollectionSharder(fused_params=fused_params),
-    ]
-    sharders += [s for s in get_default_sharders() if s.module_type is not EmbeddingBagCollection]
+    sharders = _sharders(optimizer)
     planner = tt_planner(
         Topology(world_size=dist.get_world_size(), compute_device="cpu"),
         batch_size=batch_size,
@@ -149,6 +142,19 @@ def sharding_types(model: DistributedModelParallel) -> dict[str, str]:
         for module_plan in plan.plan.values()
         for table, sharding in module_plan.items()
     }
+
+
+def _sharders(config: OptimizerConfig) -> list[ModuleSharder[nn.Module]]:
+    """Returns TorchRec's sharders and ours; tables take the optimizer from them."""
+    fused_params = {
+        "optimizer": EmbOptimType.EXACT_ADAGRAD if config.adagrad else EmbOptimType.EXACT_SGD,
+        "learning_rate": config.learning_rate,
+    }
+    return [
+        TTEmbeddingBagCollectionSharder(fused_params=fused_params),
+        EmbeddingBagCollectionSharder(fused_params=fused_params),
+        *(s for s in get_default_sharders() if s.module_type is not EmbeddingBagCollection),
+    ]
 
 
 def _constraints(configs: Sequence[EmbeddingBagConfig]) -> dict[str, ParameterConstraints]:

@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=_positive, default=1, help="passes through the training rows")
     add("--batch_size", type=_positive, help="training rows per rank and step; default 128 / ranks")
     add("--test_batch_size", type=_positive, default=1024, help="test rows per rank and step")
-    add("--learning_rate", type=float, default=0.1, help="of every parameter")
+    add("--learning_rate", type=_positive_float, default=0.1, help="of every parameter")
     add("--adagrad", action="store_true", help="Adagrad in place of SGD")
     add("--seed", type=int, default=0, help="of the made rows and of the first weights")
     add("--embedding_dim", type=_positive, default=16, help="columns of each table")
@@ -334,6 +334,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
 
 

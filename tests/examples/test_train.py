@@ -59,6 +59,8 @@ def errors(run):
         (["--over_arch_layer_sizes", "64,2"], "must have two layers or more and end in 1"),
         (["--over_arch_layer_sizes", "1"], "must have two layers or more and end in 1"),
         (["--batch_size", "0"], "must be a positive integer, got 0"),
+        (["--learning_rate", "-1"], "must be a positive number, got -1"),
+        (["--learning_rate", "nan"], "must be a positive number, got nan"),
         (["--tt_cores", "5"], "invalid choice: 5"),
     ],
 )
