@@ -170,29 +170,26 @@ TT_INLINE void dot_block(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int
   }
 }
 
-// out [X, Y] (+)= A [X, N] B [Y, N]^T.
+template <typename T, int kY, bool kAdd>
+TT_INLINE void dot_columns(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X, int64_t N,
+                           T* out, int64_t ld_out) {
+  int64_t x = 0;
+  for (; x + 2 <= X; x += 2) {
+    dot_block<T, 2, kY, kAdd>(a + x * ld_a, ld_a, b, ld_b, N, out + x * ld_out, ld_out);
+  }
+  if (x < X) dot_block<T, 1, kY, kAdd>(a + x * ld_a, ld_a, b, ld_b, N, out + x * ld_out, ld_out);
+}
+
+// out [X, Y] (+)= A [X, N] B [Y, N]^T. B, the larger, is read once.
 template <typename T, bool kAdd>
 TT_INLINE void product_transposed(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X,
                                   int64_t Y, int64_t N, T* out, int64_t ld_out) {
-  for (int64_t x = 0; x < X; x += 2) {
-    const bool pair = x + 2 <= X;
-    const T* a_x = a + x * ld_a;
-    T* out_x = out + x * ld_out;
-    int64_t y = 0;
-    for (; y + 4 <= Y; y += 4) {
-      if (pair) {
-        dot_block<T, 2, 4, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
-      } else {
-        dot_block<T, 1, 4, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
-      }
-    }
-    for (; y < Y; y++) {
-      if (pair) {
-        dot_block<T, 2, 1, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
-      } else {
-        dot_block<T, 1, 1, kAdd>(a_x, ld_a, b + y * ld_b, ld_b, N, out_x + y, ld_out);
-      }
-    }
+  int64_t y = 0;
+  for (; y + 4 <= Y; y += 4) {
+    dot_columns<T, 4, kAdd>(a, ld_a, b + y * ld_b, ld_b, X, N, out + y, ld_out);
+  }
+  for (; y < Y; y++) {
+    dot_columns<T, 1, kAdd>(a, ld_a, b + y * ld_b, ld_b, X, N, out + y, ld_out);
   }
 }
 
