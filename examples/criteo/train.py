@@ -288,9 +288,11 @@ def _quiet_libraries() -> None:
 
 
 def _exit(error: Exception) -> NoReturn:
-    """Ends this rank with one line."""
+    """Ends this rank with one line, written at once lest the ranks' lines mix."""
+    sys.stderr.write(f"train.py: error: {error}\n")
+    sys.stderr.flush()
     dist.destroy_process_group()
-    sys.exit(f"train.py: error: {error}")
+    sys.exit(1)
 
 
 def _batches(

@@ -45,8 +45,11 @@ def trained(*flags, output_dir, ranks=2):
 
 
 def errors(run):
-    """The lines in which ranks say why they stopped."""
-    return [text for text in run.stderr.splitlines() if "train.py: error: " in text]
+    """The different lines in which ranks say why they stopped.
+
+    torchrun may end a rank that is behind the first before it has said so.
+    """
+    return {text for text in run.stderr.splitlines() if "train.py: error: " in text}
 
 
 @pytest.mark.parametrize(
@@ -109,22 +112,22 @@ def test_one_process_trains_without_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_malformed_line_ends_every_rank_with_one_line(tmp_path):
+def test_malformed_line_ends_the_job_with_one_line(tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_text("0" + "\t" * 39 + "\n1\t2\n")
     run = train("--data", str(path), "--output_dir", str(tmp_path))
     assert run.returncode != 0
     expected = f"train.py: error: {path}, line 2: must have 40 tab-separated fields, got 2"
-    assert errors(run) == [expected] * 2
+    assert errors(run) == {expected}
     assert 'train.py", line' not in run.stderr  # no traceback of ours
 
 
 @pytest.mark.slow
-def test_loss_that_is_not_finite_ends_every_rank_with_one_line(tmp_path):
+def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):
     run = train(*SMALL_FLAGS, "--learning_rate", "1e30", "--output_dir", str(tmp_path))
     assert run.returncode != 0
-    assert len(errors(run)) == 2
-    assert all("loss must be finite, got nan by step 10" in text for text in errors(run))
+    (text,) = errors(run)
+    assert text.startswith("train.py: error: loss must be finite, got nan by step 10 of epoch 0")
     assert not (tmp_path / "metrics.json").exists()
 
 
