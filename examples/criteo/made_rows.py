@@ -3,7 +3,7 @@
 A label is Bernoulli and its logit depends on the ids of a few columns that are kept in TT form, and
 on nothing else: in each of them an id has a hidden coordinate, smooth in the digits by which the
 table's cores are indexed, plus a part of its own for the hottest ids. The other columns and the
-integers carry no signal, so a model whose TT tables do not learn stays near an AUROC of 0.5, and
+integers carry no signal, so a model whose TT tables do not learn stays below an AUROC of 0.6, and
 the probabilities that the labels were drawn from give the best AUROC that any model can reach.
 """
 
