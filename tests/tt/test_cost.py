@@ -11,7 +11,6 @@ from torchrec_tt.tt.cost import (
     expected_unique,
     lookup_flops,
     optimizer_state_bytes,
-    workspace_bytes,
 )
 from torchrec_tt.tt.shape import TTShape
 
@@ -159,9 +158,3 @@ def test_expected_unique_keeps_its_digits_for_huge_tables() -> None:
 def test_expected_unique_refuses_nonsense(num_draws: int, num_values: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expected_unique(num_draws, num_values)
-
-
-def test_workspace_is_rows_and_plan_per_index() -> None:
-    assert workspace_bytes(LARGE, num_indices=1000) == 1000 * (64 * 4 + 4 * 4 + 8)
-    assert workspace_bytes(LARGE, num_indices=0) == 0
-    assert workspace_bytes(LARGE, num_indices=0.5) == 140

@@ -106,15 +106,3 @@ def expected_unique(num_draws: float, num_values: int) -> float:
         return min(num_draws, 1.0)
     seen = -num_values * math.expm1(num_draws * math.log1p(-1.0 / num_values))
     return min(seen, float(num_draws))
-
-
-def workspace_bytes(shape: TTShape, *, num_indices: float, element_size: int = 4) -> int:
-    """Returns an upper bound on what a batch of one table holds while it is looked up.
-
-    Everything is sized by `N = num_indices`, for no count of distinct rows is known before the
-    ids are: a buffer of rows `[N, D]` (in backward of their gradients, not at the same time) and
-    the plan, whose `order`, `inverse`, `row_starts` and `prefix_starts` take 4 bytes per index
-    and whose `row_keys` take 8.
-    """
-    plan_bytes_per_index = 4 * 4 + 8
-    return math.ceil(num_indices * (shape.embedding_dim * element_size + plan_bytes_per_index))
