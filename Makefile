@@ -9,7 +9,7 @@ DEMO_FLAGS ?= $(if $(filter made,$(DATA)),--adagrad --learning_rate 0.03 --batch
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: build demo test lint bench cuda-check gpu-check clean
+.PHONY: build demo test lint bench sanitize cuda-check gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -39,6 +39,15 @@ lint: $(VENV)/.installed
 
 bench: build
 	$(BIN)/python benchmarks/embedding_bag.py
+
+# The operators' tests on a library with AddressSanitizer and UndefinedBehaviorSanitizer (minutes to build).
+sanitize: build
+	$(BIN)/cmake -S . -B build/sanitize -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
+	$(BIN)/cmake --build build/sanitize
+	TORCHREC_TT_LIBRARY=$(abspath build/sanitize/_C.so) ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest tests/ops/test_embedding_bag.py -k "not every_instruction_set and not opcheck"
 
 # Compiles every .cu for the architectures we support; there are none yet.
 cuda-check:

@@ -35,7 +35,12 @@ def find_problem() -> str | None:
 
 
 def library_path() -> str | None:
-    """Returns where the compiled library lies, or None where it was never built."""
+    """Returns where the compiled library lies, or None where it was never built.
+
+    TORCHREC_TT_LIBRARY names another one, as `make sanitize` does.
+    """
+    if named := os.environ.get("TORCHREC_TT_LIBRARY"):
+        return named
     spec = importlib.util.find_spec("torchrec_tt._C")
     return spec.origin if spec else None
 
