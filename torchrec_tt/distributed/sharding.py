@@ -6,7 +6,7 @@ Input and output distributions are inherited: TT tables share the all-to-all of 
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import replace_placement_with_meta_device
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
@@ -14,7 +14,8 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 
-from torchrec_tt.distributed.embedding_kernel import TT_SHAPE
+from torchrec_tt.distributed.bounds_check import RowWiseBoundsCheck
+from torchrec_tt.distributed.embedding_kernel import TT_SHAPE, check_mode_of
 from torchrec_tt.distributed.embedding_lookup import TTGroupedPooledEmbeddingsLookup
 from torchrec_tt.tt.shape import TTShape
 
@@ -53,6 +54,22 @@ class TTRwPooledEmbeddingSharding(_TTLookupMixin, RwPooledEmbeddingSharding):
     """Blocks of rows over all ranks; the cores are replicated on all of them."""
 
     _lookup_sharding_type = ShardingType.ROW_WISE
+
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist:
+        input_dist = super().create_input_dist(device)
+        tables = [t for c in self._grouped_embedding_configs for t in c.embedding_tables]
+        checked = [t for t in tables if TT_SHAPE in (t.fused_params or {})]
+        input_dist.register_forward_pre_hook(
+            RowWiseBoundsCheck(
+                [
+                    (table.name, table.num_embeddings) if table in checked else None
+                    for table in tables
+                    for _ in table.feature_names
+                ],
+                check_mode=check_mode_of(checked[0].fused_params),
+            )
+        )
+        return input_dist
 
 
 class TTDpPooledEmbeddingSharding(_TTLookupMixin, DpPooledEmbeddingSharding):

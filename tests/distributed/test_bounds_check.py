@@ -1,0 +1,92 @@
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import BoundsCheckMode
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.toy_model import KEYS, sharded, sharder, unsharded
+
+KINDS = {"t0": "row_wise", "t1": "table_wise"}
+# f2 is read by t0 of 110 rows, in blocks of 55; f0 by t0 and by the regular r0
+BAD_IDS = [-1, -2, 110, 111, 119, 165, 300, 500, 2**40]
+
+
+def features_of(ids: list[int]) -> KeyedJaggedTensor:
+    """Bags of one id each: these for f2, 0 for the other features."""
+    values = torch.zeros(len(KEYS), len(ids), dtype=torch.int64)
+    values[KEYS.index("f2")] = torch.tensor(ids)
+    lengths = torch.ones(values.numel(), dtype=torch.int64)
+    return KeyedJaggedTensor(keys=KEYS, values=values.view(-1), lengths=lengths)
+
+
+def look_up_everywhere(rank: int, ids: list[int], mode: BoundsCheckMode) -> Tensor:
+    model, _ = sharded(unsharded(), KINDS, tt_sharder=sharder(bounds_check_mode=mode))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.module.ebc(features_of(ids))["f2"].detach()
+
+
+@pytest.mark.parametrize("mode", [BoundsCheckMode.IGNORE, BoundsCheckMode.WARNING])
+def test_u25_u26_bad_ids_of_a_row_wise_table_read_row_0_of_the_table(
+    two_ranks: Ranks, mode: BoundsCheckMode
+) -> None:
+    ids = [5, *BAD_IDS, 109]
+    expected = unsharded().ebc(features_of([5, *[0] * len(BAD_IDS), 109]))["f2"].detach()
+    for output in two_ranks.run(look_up_everywhere, ids, mode):
+        torch.testing.assert_close(output, expected)
+
+
+def look_up_one_by_one(rank: int) -> list[Any]:
+    """What every rank's lookup of each bad id says; both ranks hold the same id."""
+    model, _ = sharded(unsharded(), KINDS)
+    messages = []
+    for bad_id in BAD_IDS:
+        try:
+            model(features_of([bad_id]))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_u25_u26_a_bad_id_of_a_row_wise_table_is_named_as_the_user_gave_it(
+    two_ranks: Ranks,
+) -> None:
+    expected = [f"indices must be in [0, 110) for table 't0', got {bad_id}" for bad_id in BAD_IDS]
+    for messages in two_ranks.run(look_up_one_by_one):
+        assert messages == expected
+
+
+def test_u25_warning_warns_once_and_names_the_table(one_rank: Ranks) -> None:
+    ((first, second),) = one_rank.run(count_warnings)
+    assert len(first) == 1
+    assert "for table 't0', got 300: such ids read row 0" in first[0]
+    assert second == []
+
+
+def count_warnings(rank: int) -> tuple[list[str], list[str]]:
+    mode = BoundsCheckMode.WARNING
+    model, _ = sharded(unsharded(), KINDS, tt_sharder=sharder(bounds_check_mode=mode))
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            model(features_of([300, 1]))
+        said.append([str(w.message) for w in caught if "indices must" in str(w.message)])
+    return said[0], said[1]
+
+
+def test_the_features_given_are_left_as_they_are(one_rank: Ranks) -> None:
+    assert one_rank.run(look_up_and_return_the_values) == [[0, 300, 0, 0]]
+
+
+def look_up_and_return_the_values(rank: int) -> list[int]:
+    mode = BoundsCheckMode.IGNORE
+    model, _ = sharded(unsharded(), KINDS, tt_sharder=sharder(bounds_check_mode=mode))
+    features = features_of([300])
+    model(features)
+    values = features.values().tolist()
+    return [values[KEYS.index(key)] for key in ("f0", "f2", "f1", "f3")]
