@@ -92,8 +92,28 @@ def test_a_second_lookup_before_the_first_step_is_refused_in_its_backward():
     batch = Batch.draw(module.lookup, dtype=torch.float64)
     first, second = (module(batch.indices, batch.offsets) for _ in range(2))
     first.sum().backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="cores must be those of the forward pass"):
         second.sum().backward()
+
+
+def test_frozen_cores_stay_while_the_weights_get_their_gradient():
+    module = make_module(optimizer=TTOptimizerConfig(learning_rate=1.0)).requires_grad_(False)
+    before = [core.clone() for core in module.all_cores()]
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    module(batch.indices, batch.offsets, per_sample_weights=batch.weights).sum().backward()
+    assert batch.weights.grad.any()
+    assert all(torch.equal(a, b) for a, b in zip(module.all_cores(), before, strict=True))
+
+
+def test_evaluation_leaves_the_cores_alone():
+    module = make_module(optimizer=TTOptimizerConfig(learning_rate=1.0))
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    trained = module(batch.indices, batch.offsets)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            output = module(batch.indices, batch.offsets)
+        assert not output.requires_grad
+        assert torch.equal(output, trained)
 
 
 @pytest.mark.parametrize("optimizer", [None, TTOptimizerConfig()])

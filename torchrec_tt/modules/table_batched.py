@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,13 @@ class TTTableBatchedEmbeddingBags(nn.Module):
 
     def all_cores(self) -> list[nn.Parameter]:
         """Returns the cores of every table in turn."""
-        return [core for cores in self.cores.values() for core in cores]
+        # Iterating over a ParameterList looks each entry up by name: 2 us a core, every step.
+        return [
+            core
+            for cores in self.cores._modules.values()
+            for core in cast(nn.Module, cores)._parameters.values()
+            if core is not None
+        ]
 
     def forward(
         self,
@@ -115,16 +121,45 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         return output
 
     def _forward(
-        self, indices: Tensor, offsets: Tensor, cores: list, weights: Tensor | None
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        cores: list[nn.Parameter],
+        weights: Tensor | None,
     ) -> Tensor:
-        if self.optimizer is None:
+        trained = next((core for core in cores if core.requires_grad), None)
+        if self.optimizer is None or trained is None:
             return embedding_bag(
                 indices, offsets, cores=cores, lookup=self.lookup, per_sample_weights=weights
             )
         offsets = offsets.contiguous()
         batch_plan = plan(indices, offsets, lookup=self.lookup)
         weights = None if weights is None else weights.contiguous()
-        return _StepInBackward.apply(self, batch_plan, offsets, weights, *cores)
+        return _StepInBackward.apply(self, batch_plan, offsets, weights, cores, trained)
+
+    @torch.no_grad()
+    def _step(
+        self, grad_output: Tensor, batch_plan: list[Tensor], cores: list, call: dict[str, Any]
+    ) -> Tensor:
+        """Steps the cores and returns the gradient of the weights."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if self._reduce_gradients is None and optimizer.is_fusable:
+            return embedding_bag_backward_update(
+                grad_output,
+                batch_plan,
+                cores,
+                optimizer.states(),
+                optimizer=optimizer.config.optimizer,
+                learning_rate=optimizer.learning_rate,
+                eps=optimizer.config.eps,
+                **call,
+            )
+        grads, grad_weights = embedding_bag_backward_dense(grad_output, batch_plan, cores, **call)
+        if self._reduce_gradients is not None:
+            self._reduce_gradients(grads)
+        optimizer.step(cores, grads)
+        return grad_weights
 
     def _with_table_names(self, message: str) -> str:
         return re.sub(
@@ -150,7 +185,10 @@ class TTTableBatchedEmbeddingBags(nn.Module):
 
 
 class _StepInBackward(torch.autograd.Function):
-    """The lookup whose backward steps the cores instead of returning their gradients."""
+    """The lookup whose backward steps the cores instead of returning their gradients.
+
+    One core stands for all of them in the graph, so that backward runs; the others need no edge.
+    """
 
     @staticmethod
     def forward(
@@ -159,10 +197,12 @@ class _StepInBackward(torch.autograd.Function):
         batch_plan: list[Tensor],
         offsets: Tensor,
         weights: Tensor | None,
-        *cores: Tensor,
+        cores: list[nn.Parameter],
+        trained: nn.Parameter,
     ) -> Tensor:
-        ctx.module, ctx.plan = module, batch_plan
-        ctx.save_for_backward(offsets, weights, *cores)
+        ctx.module, ctx.plan, ctx.cores = module, batch_plan, cores
+        ctx.versions = [core._version for core in cores] if ctx.needs_input_grad[5] else None
+        ctx.save_for_backward(offsets, weights)
         return embedding_bag_forward(
             batch_plan, cores, offsets=offsets, lookup=module.lookup, per_sample_weights=weights
         )
@@ -170,33 +210,21 @@ class _StepInBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:
-        offsets, weights, *cores = ctx.saved_tensors
-        module: TTTableBatchedEmbeddingBags = ctx.module
-        optimizer, reduce_gradients = module.optimizer, module._reduce_gradients
-        assert optimizer is not None
+        offsets, weights = ctx.saved_tensors
+        cores, module = ctx.cores, ctx.module
+        if ctx.versions != [core._version for core in cores]:
+            raise RuntimeError(
+                "cores must be those of the forward pass in its backward, but they were modified "
+                "in between: their gradient depends on them, so let every lookup's backward run "
+                "before the next lookup"
+            )
         call = {
             "offsets": offsets,
             "lookup": module.lookup,
             "per_sample_weights": weights,
             "weights_grad": ctx.needs_input_grad[3],
         }
-        if reduce_gradients is None and optimizer.is_fusable:
-            grad_weights = embedding_bag_backward_update(
-                grad_output,
-                ctx.plan,
-                cores,
-                optimizer.states(),
-                optimizer=optimizer.config.optimizer,
-                learning_rate=optimizer.learning_rate,
-                eps=optimizer.config.eps,
-                **call,
-            )
-            # Another lookup that still waits for its backward must not use the stepped cores.
-            torch.autograd.graph.increment_version(cores)
-        else:
-            grads, grad_weights = embedding_bag_backward_dense(grad_output, ctx.plan, cores, **call)
-            if reduce_gradients is not None:
-                reduce_gradients(grads)
-            optimizer.step(cores, grads)
-        no_grads = [None] * len(cores)
-        return None, None, None, grad_weights if call["weights_grad"] else None, *no_grads
+        grad_weights = module._step(grad_output, ctx.plan, cores, call)
+        # Another lookup that still waits for its backward must not use the stepped cores.
+        torch.autograd.graph.increment_version(cores)
+        return None, None, None, grad_weights if call["weights_grad"] else None, None, None
