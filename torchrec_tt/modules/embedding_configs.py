@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -57,22 +58,35 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
 
     def __post_init__(self) -> None:
         # EmbeddingBagConfig.__post_init__ only sets init_fn, which a TT table has not.
+        for name in ("tt_ranks", "row_factors", "col_factors"):
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) and (name == "tt_ranks" or value is not None):
+                raise ValueError(
+                    f"{name} must be a list of integers, got {value!r} for table {self.name!r}"
+                )
         if not self.tt_ranks:
             raise ValueError(
                 f"tt_ranks must have one entry fewer than the table has cores, got {self.tt_ranks}"
                 f" for table {self.name!r}"
             )
         for name in _DENSE_ONLY:
-            if value := getattr(self, name, None):
+            value = getattr(self, name, None)
+            if value is not None and value is not False:
                 raise ValueError(
                     f"{name} must be left unset for a Tensor-Train table, which stores no rows, "
                     f"got {value!r} for table {self.name!r}"
                 )
         if self.data_type != DataType.FP32:
             raise ValueError(
-                f"data_type must be {DataType.FP32.value} for a Tensor-Train table, "
-                f"got {self.data_type.value} for table {self.name!r}"
+                f"data_type must be {DataType.FP32} for a Tensor-Train table, "
+                f"got {self.data_type!r} for table {self.name!r}"
             )
+        if self.tt_init not in get_args(TTInit):
+            raise ValueError(
+                f"tt_init must be one of {get_args(TTInit)}, "
+                f"got {self.tt_init!r} for table {self.name!r}"
+            )
+        _check_pooling(self)
         self._tt_shape = make_shape(
             self.num_embeddings,
             self.embedding_dim,
@@ -88,14 +102,13 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
 
 def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> None:
     """Raises ValueError, naming the table, for configs that cannot form a collection."""
+    if not tables:
+        raise ValueError(f"tables must have at least one table, got {tables}")
     names = [table.name for table in tables]
     for table in tables:
         if names.count(table.name) > 1:
             raise ValueError(f"tables must have distinct names, got {table.name!r} twice")
-        if table.pooling not in _POOLINGS:
-            raise ValueError(
-                f"pooling must be SUM or MEAN, got {table.pooling.value} for table {table.name!r}"
-            )
+        _check_pooling(table)
         if is_weighted and table.pooling != PoolingType.SUM:
             raise ValueError(
                 f"pooling must be SUM in a weighted collection, as nn.EmbeddingBag demands, "
@@ -103,6 +116,14 @@ def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> 
             )
         if table.data_type not in _DENSE_DATA_TYPES:
             raise ValueError(
-                f"data_type must be one of {[t.value for t in _DENSE_DATA_TYPES]}, "
-                f"got {table.data_type.value} for table {table.name!r}"
+                f"data_type must be one of {[str(t) for t in _DENSE_DATA_TYPES]}, "
+                f"got {table.data_type!r} for table {table.name!r}"
             )
+
+
+def _check_pooling(table: EmbeddingBagConfig) -> None:
+    if table.pooling not in _POOLINGS:
+        raise ValueError(
+            f"pooling must be PoolingType.SUM or MEAN, got {table.pooling!r} "
+            f"for table {table.name!r}"
+        )

@@ -36,7 +36,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerMo
         device: where the tables live; None is the CPU, "meta" allocates nothing.
 
     Raises:
-        ValueError: if two tables have the same name, or a pooling or data type is not supported.
+        ValueError: if there is no table, two have the same name, or a pooling or data type is not
+            supported.
 
     Example:
         >>> ebc = TTEmbeddingBagCollection(tables=[
