@@ -24,6 +24,7 @@ def doctor() -> int:
         except importlib.metadata.PackageNotFoundError:
             print(f"{package:<12} not installed")
     try:
+        library.load()
         print(f"operators    ready, CPU instruction set {cpu_isa()}; no CUDA operators")
     except (RuntimeError, ValueError) as error:
         print(f"operators    {error}")

@@ -1,6 +1,6 @@
 """Optimizers that step TT cores inside backward, as torch.optim would after it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -79,15 +79,15 @@ class CoreOptimizer:
         return [tensor for state in self.state.values() for tensor in state.values()]
 
     @torch.no_grad()
-    def step(self, cores: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Steps `cores` (those of the constructor, in its order) on dense gradients of all rows."""
+    def step(self, cores: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
+        """Steps `cores`, all or some of the constructor's, on gradients like them."""
         cores, grads = list(cores), list(grads)
         if self.config.weight_decay:
             grads = torch._foreach_add(grads, cores, alpha=self.config.weight_decay)
         if self.config.optimizer == "sgd":
             torch._foreach_add_(cores, grads, alpha=-self.learning_rate)
             return
-        sums = self.states()
+        sums = [self.state[core]["sum"] for core in cores]
         torch._foreach_addcmul_(sums, grads, grads)
         deviations = torch._foreach_sqrt(sums)
         torch._foreach_add_(deviations, self.config.eps)

@@ -18,10 +18,16 @@ std::vector<int64_t> read_offsets(const Tensor& tensor) {
     std::copy_n(static_cast<const int64_t*>(tensor.const_data_ptr()), offsets.size(),
                 offsets.begin());
   } else {
-    TT_CHECK(is_type(tensor, ScalarType::Int), "offsets must be int32 or int64");
+    TT_CHECK(is_type(tensor, ScalarType::Int), "offsets must be int32 or int64, got ",
+             tensor.scalar_type());
     std::copy_n(static_cast<const int32_t*>(tensor.const_data_ptr()), offsets.size(),
                 offsets.begin());
   }
+  for (size_t i = 1; i < offsets.size(); i++) {
+    TT_CHECK(offsets[i - 1] <= offsets[i], "offsets must not decrease, got ", offsets[i - 1],
+             " then ", offsets[i], " at position ", i);
+  }
+  TT_CHECK(offsets[0] == 0, "offsets must start at 0, got ", offsets[0]);
   return offsets;
 }
 

@@ -290,7 +290,8 @@ template <typename F>
 auto dispatch(const Tensors& cores, const F& f) {
   TT_CHECK(!cores.empty(), "cores must not be empty");
   if (is_type(cores[0], ScalarType::Double)) return f(double{});
-  TT_CHECK(is_type(cores[0], ScalarType::Float), "cores must be float32 or float64");
+  TT_CHECK(is_type(cores[0], ScalarType::Float), "cores must be float32 or float64, got ",
+           cores[0].scalar_type());
   return f(float{});
 }
 

@@ -220,7 +220,7 @@ bool is_int64(const Tensor& tensor, const char* name) {
   TT_CHECK(tensor.is_contiguous(), name, " must be contiguous");
   const ScalarType type = tensor.scalar_type();
   TT_CHECK(type == ScalarType::Int || type == ScalarType::Long, name,
-           " must be int32 or int64, got another dtype");
+           " must be int32 or int64, got ", type);
   return type == ScalarType::Long;
 }
 

@@ -1,3 +1,6 @@
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,6 +111,11 @@ def test_autocast_leaves_cores_and_output_in_float32():
         ({"padding_idx": 50}, r"padding_idx must be in \[-50, 50\), got 50"),
         ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64"),
         ({"tt_ranks": [4]}, "row_factors|tt_ranks"),
+        ({"tt_ranks": 8}, "tt_ranks must be positive integers, got 8"),
+        ({"tt_ranks": [4, 4.0]}, r"tt_ranks must be positive integers, got \[4, 4.0\]"),
+        ({"row_factors": 5}, "row_factors must be positive integers, got 5"),
+        ({"padding_idx": 1.5}, r"padding_idx must be in \[-50, 50\), got 1.5"),
+        ({"tt_init": "ones", "device": "meta"}, "tt_init must be one of .* got 'ones'"),
         ({"row_factors": [3, 4, 4]}, "product of at least num_embeddings=50"),
         ({"col_factors": [2, 2, 3]}, "product embedding_dim=8"),
         ({"tt_init": "ones"}, "got 'ones'"),
@@ -130,10 +138,14 @@ def test_what_nn_embedding_bag_has_and_cores_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((IDS, None), "offsets must have 1 dimension"),
+        ((IDS, None), "offsets must be a tensor of 1 dimension .* got None"),
         ((IDS[:6].view(2, 3), OFFSETS), "offsets must be None for a 2-D input"),
         ((IDS.view(1, 1, 7), None), "input must have 1 or 2 dimensions, got 3"),
-        ((IDS, torch.tensor([0, 9])), r"offsets must be in \[0, 7\]"),
+        ((IDS, [0, 3]), r"offsets must be a tensor of 1 dimension"),
+        (([1, 2], OFFSETS), "input must be a tensor, got list"),
+        ((IDS, torch.tensor([0, 9])), r"offsets must start at 0, .* got \[0, 9, 7\]"),
+        ((IDS, torch.tensor([1, 2])), r"offsets must start at 0, .* got \[1, 2, 7\]"),
+        ((IDS, torch.tensor([0, 3, 2])), r"not decrease .* got \[0, 3, 2, 7\]"),
         ((torch.tensor([50]), torch.tensor([0])), r"indices must be in \[0, 50\).*got 50"),
         ((IDS, OFFSETS, torch.ones(3, dtype=torch.float64)), "must have the shape of input"),
     ],
@@ -141,3 +153,41 @@ def test_what_nn_embedding_bag_has_and_cores_cannot_do_is_refused():
 def test_inputs_that_do_not_fit_raise(inputs, message):
     with pytest.raises(ValueError, match=message):
         make_bag(mode="sum", padding_idx=2)(*inputs)
+
+
+def test_numpy_integers_are_integers():
+    bag = TTEmbeddingBag(np.int64(50), np.int32(8), tt_ranks=np.array([4, 3]))
+    assert bag.shape.tt_ranks == (4, 3)
+    assert type(bag.num_embeddings) is int
+
+
+def test_u25_a_bad_id_warns_where_asked_and_is_ignored_where_asked():
+    for mode, warnings_expected in (("warning", 1), ("ignore", 0)):
+        bag = make_bag(mode="sum", check_mode=mode)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = bag(torch.tensor([50]), torch.tensor([0]))
+            bag(torch.tensor([-1]), torch.tensor([0]))
+        assert len(caught) == warnings_expected
+        assert torch.equal(output, bag(torch.tensor([0]), torch.tensor([0])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_it_compiles_into_one_graph_and_trains(padding_idx):
+    bag = make_bag(mode="sum", padding_idx=padding_idx)
+    compiled = torch.compile(bag, fullgraph=padding_idx is None, backend="aot_eager")
+    for offsets in (OFFSETS, torch.tensor([0, 2, 4])):
+        output = compiled(IDS, offsets)
+        expected = bag(IDS, offsets)
+        torch.testing.assert_close(output, expected)
+        grads = torch.autograd.grad(output.square().sum(), list(bag.parameters()))
+        wanted = torch.autograd.grad(expected.square().sum(), list(bag.parameters()))
+        torch.testing.assert_close(grads, wanted)
+
+
+@pytest.mark.slow
+def test_it_exports():
+    bag = make_bag(mode="sum").requires_grad_(False)
+    exported = torch.export.export(bag, (IDS, OFFSETS))
+    torch.testing.assert_close(exported.module()(IDS, OFFSETS), bag(IDS, OFFSETS))

@@ -105,6 +105,21 @@ def test_frozen_cores_stay_while_the_weights_get_their_gradient():
     assert all(torch.equal(a, b) for a, b in zip(module.all_cores(), before, strict=True))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_frozen_table_stays_while_the_others_train(optimizer):
+    config = TTOptimizerConfig(optimizer=optimizer, learning_rate=0.1)
+    module, plain = make_module(optimizer=config), make_module(optimizer=config)
+    module.cores["t0"].requires_grad_(False)
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    before = [core.detach().clone() for core in module.all_cores()]
+    for each in (module, plain):
+        each(batch.indices, batch.offsets).sum().backward()
+    expected = [*before[:3], *plain.all_cores()[3:]]
+    for core, wanted in zip(module.all_cores(), expected, strict=True):
+        torch.testing.assert_close(core.detach(), wanted.detach())
+    assert not torch.equal(module.all_cores()[3], before[3])
+
+
 def test_evaluation_leaves_the_cores_alone():
     module = make_module(optimizer=TTOptimizerConfig(learning_rate=1.0))
     batch = Batch.draw(module.lookup, dtype=torch.float64)

@@ -11,6 +11,7 @@ from torchrec_tt.ops.embedding_bag import (
     cpu_isa,
     embedding_bag,
     embedding_bag_backward_update,
+    embedding_bag_forward,
     plan,
 )
 from torchrec_tt.tt.cores import rows
@@ -202,6 +203,7 @@ def test_u25_u26_u29_ids_outside_the_table_raise(bad_id):
         plan(torch.tensor([0, bad_id]), torch.tensor([0, 2]), lookup=lookup)
 
 
+@pytest.mark.filterwarnings("ignore:indices must be in")
 @pytest.mark.parametrize("mode", ["warning", "ignore"])
 @pytest.mark.parametrize("bad_id", [58, -1, -2])
 def test_u25_u26_ids_outside_the_table_read_row_0_where_asked(mode, bad_id):
@@ -276,6 +278,28 @@ def test_cores_of_another_shape_raise():
             cores=[cores[0], cores[1].T.contiguous(), cores[2]],
             lookup=lookup,
         )
+
+
+def test_cores_on_two_devices_raise():
+    lookup = make_lookup("3 cores")
+    cores = make_cores(lookup)
+    with pytest.raises(ValueError, match=r"cores must be on one device, got \['cpu', 'meta'\]"):
+        embedding_bag(
+            torch.tensor([1]),
+            torch.tensor([0, 1]),
+            cores=[cores[0], cores[1].to("meta"), cores[2]],
+            lookup=lookup,
+        )
+
+
+def test_offsets_other_than_the_plans_raise():
+    lookup = make_lookup("3 cores")
+    the_plan = plan(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3]), lookup=lookup)
+    for offsets, message in (([0, 7, 3], "must not decrease"), ([-1, 1, 3], "must start at 0")):
+        with pytest.raises(ValueError, match=f"offsets {message}"):
+            embedding_bag_forward(
+                the_plan, make_cores(lookup), offsets=torch.tensor(offsets), lookup=lookup
+            )
 
 
 def test_a_row_wise_block_reads_its_own_rows_and_no_others():

@@ -1,7 +1,7 @@
 """TTEmbeddingBag: one TT table with the arguments and semantics of nn.EmbeddingBag."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,8 @@ class TTEmbeddingBag(nn.Module):
             raise NotImplementedError("mode 'max' is not supported, use 'sum' or 'mean'")
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
+        if tt_init not in get_args(TTInit):
+            raise ValueError(f"tt_init must be one of {get_args(TTInit)}, got {tt_init!r}")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
@@ -81,9 +83,10 @@ class TTEmbeddingBag(nn.Module):
             row_factors=row_factors,
             col_factors=col_factors,
         )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = self.shape.num_embeddings
+        self.embedding_dim = self.shape.embedding_dim
         self.mode, self.include_last_offset, self.tt_init = mode, include_last_offset, tt_init
-        self.padding_idx = _checked_padding_idx(padding_idx, num_embeddings)
+        self.padding_idx = _checked_padding_idx(padding_idx, self.num_embeddings)
         self.tt_cores = nn.ParameterList(
             nn.Parameter(torch.empty(size, device=device, dtype=dtype))
             for size in self.shape.core_shapes
@@ -112,6 +115,7 @@ class TTEmbeddingBag(nn.Module):
             ValueError: for ids out of range, offsets that do not fit, or weights of another shape.
             NotImplementedError: for weights with mode "mean", as in nn.EmbeddingBag.
         """
+        indices, offsets = self._flat(input, offsets)
         if per_sample_weights is not None:
             if self.mode != "sum":
                 raise NotImplementedError(
@@ -123,7 +127,6 @@ class TTEmbeddingBag(nn.Module):
                     f"got {tuple(per_sample_weights.shape)}"
                 )
             per_sample_weights = per_sample_weights.reshape(-1).to(self.tt_cores[0].dtype)
-        indices, offsets = self._flat(input, offsets)
         if self.padding_idx is not None:
             _check_offsets(offsets, indices.numel())
             is_kept = indices != self.padding_idx
@@ -141,6 +144,8 @@ class TTEmbeddingBag(nn.Module):
 
     def _flat(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns indices [N] and offsets [B + 1]."""
+        if not isinstance(input, Tensor):
+            raise ValueError(f"input must be a tensor, got {type(input).__name__}")
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError(
@@ -151,8 +156,10 @@ class TTEmbeddingBag(nn.Module):
             return input.reshape(-1), ends
         if input.dim() != 1:
             raise ValueError(f"input must have 1 or 2 dimensions, got {input.dim()}")
-        if offsets is None or offsets.dim() != 1:
-            raise ValueError("offsets must have 1 dimension for a 1-D input, got another")
+        if not isinstance(offsets, Tensor) or offsets.dim() != 1:
+            raise ValueError(
+                f"offsets must be a tensor of 1 dimension for a 1-D input, got {offsets!r}"
+            )
         if self.include_last_offset:
             if offsets.numel() == 0:
                 raise ValueError("offsets must hold the last offset, got no entry")
@@ -175,17 +182,18 @@ class TTEmbeddingBag(nn.Module):
 def _checked_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
-    if not -num_embeddings <= padding_idx < num_embeddings:
+    if not (isinstance(padding_idx, int) and -num_embeddings <= padding_idx < num_embeddings):
         raise ValueError(
-            f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx}"
+            f"padding_idx must be in [-{num_embeddings}, {num_embeddings}), got {padding_idx!r}"
         )
     return padding_idx % num_embeddings
 
 
 def _check_offsets(offsets: Tensor, num_indices: int) -> None:
-    """Offsets index the kept ids' count before the operator can check them."""
-    low, high = (int(offsets.min()), int(offsets.max())) if offsets.numel() else (0, 0)
-    if low < 0 or high > num_indices:
+    """What the operator checks, for where the offsets given do not reach it."""
+    is_right = offsets[0] == 0 and offsets[-1] == num_indices and bool((offsets.diff() >= 0).all())
+    if not is_right:
         raise ValueError(
-            f"offsets must be in [0, {num_indices}] for {num_indices} indices, got {low} to {high}"
+            f"offsets must start at 0, not decrease and end by the number of indices, "
+            f"{num_indices}, got {offsets.tolist()}"
         )

@@ -1,7 +1,6 @@
 """TTTableBatchedEmbeddingBags: many TT tables in one call, trained as parameters or in backward."""
 
-import re
-import warnings
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -81,7 +80,6 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         )
         self.optimizer = None if optimizer is None else CoreOptimizer(self.all_cores(), optimizer)
         self._reduce_gradients = reduce_gradients
-        self._has_warned = False
 
     @property
     def tables(self) -> tuple[TTTable, ...]:
@@ -112,39 +110,30 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         cores = self.all_cores()
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.to(cores[0].dtype)
-        try:
-            output = self._forward(indices, offsets, cores, per_sample_weights)
-        except ValueError as error:
-            raise ValueError(self._with_table_names(str(error))) from None
-        if self.lookup.check_mode == "warning" and not self._has_warned:
-            self._warn_of_bad_ids(indices, offsets)
-        return output
-
-    def _forward(
-        self,
-        indices: Tensor,
-        offsets: Tensor,
-        cores: list[nn.Parameter],
-        weights: Tensor | None,
-    ) -> Tensor:
         trained = next((core for core in cores if core.requires_grad), None)
         if self.optimizer is None or trained is None:
             return embedding_bag(
-                indices, offsets, cores=cores, lookup=self.lookup, per_sample_weights=weights
+                indices,
+                offsets,
+                cores=cores,
+                lookup=self.lookup,
+                per_sample_weights=per_sample_weights,
             )
-        offsets = offsets.contiguous()
         batch_plan = plan(indices, offsets, lookup=self.lookup)
-        weights = None if weights is None else weights.contiguous()
-        return _StepInBackward.apply(self, batch_plan, offsets, weights, cores, trained)
+        weights = None if per_sample_weights is None else per_sample_weights.contiguous()
+        return _StepInBackward.apply(
+            self, batch_plan, offsets.contiguous(), weights, cores, trained
+        )
 
     @torch.no_grad()
     def _step(
         self, grad_output: Tensor, batch_plan: list[Tensor], cores: list, call: dict[str, Any]
     ) -> Tensor:
-        """Steps the cores and returns the gradient of the weights."""
+        """Steps the cores that require a gradient and returns the gradient of the weights."""
         optimizer = self.optimizer
         assert optimizer is not None
-        if self._reduce_gradients is None and optimizer.is_fusable:
+        is_trained = [core.requires_grad for core in cores]
+        if self._reduce_gradients is None and optimizer.is_fusable and all(is_trained):
             return embedding_bag_backward_update(
                 grad_output,
                 batch_plan,
@@ -158,30 +147,8 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         grads, grad_weights = embedding_bag_backward_dense(grad_output, batch_plan, cores, **call)
         if self._reduce_gradients is not None:
             self._reduce_gradients(grads)
-        optimizer.step(cores, grads)
+        optimizer.step(itertools.compress(cores, is_trained), itertools.compress(grads, is_trained))
         return grad_weights
-
-    def _with_table_names(self, message: str) -> str:
-        return re.sub(
-            r"\btable (\d+)\b", lambda m: f"table {self.tables[int(m[1])].name!r}", message
-        )
-
-    def _warn_of_bad_ids(self, indices: Tensor, offsets: Tensor) -> None:
-        """Warns, once for the module, if a table was asked for rows that it does not have."""
-        batch_size = (offsets.numel() - 1) // len(self.lookup.feature_tables)
-        for feature, t in enumerate(self.lookup.feature_tables):
-            table = self.tables[t]
-            begin, end = offsets[feature * batch_size], offsets[(feature + 1) * batch_size]
-            ids = indices[int(begin) : int(end)]
-            bad = ids[(ids < 0) | (ids >= table.block_size)]
-            if bad.numel():
-                self._has_warned = True
-                warnings.warn(
-                    f"indices must be in [0, {table.block_size}) for table {table.name!r}, got "
-                    f"{int(bad[0])}: such ids read row 0 (this is said once)",
-                    stacklevel=3,
-                )
-                return
 
 
 class _StepInBackward(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Pooled TT lookup over a batch of tables: operators, their fakes and autograd."""
 
-import functools
 import math
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -95,6 +96,39 @@ class Lookup:
         self.encoded_tables = [number for table in tables for number in _encode(table)]
         self.core_shapes = [shape for table in tables for shape in table.shape.core_shapes]
         self.num_columns = sum(t.num_features * t.shape.embedding_dim for t in tables)
+        self._has_warned = False
+
+    def with_table_names(self, message: str) -> str:
+        """Returns an operator's message with tables by name, which it knows by number."""
+        return re.sub(
+            r"\btable (\d+)\b", lambda m: f"table {self.tables[int(m[1])].name!r}", message
+        )
+
+    @torch.compiler.disable
+    def warn_of_bad_ids(
+        self,
+        indices: Tensor,  # [N]
+        offsets: Tensor,  # [F * B + 1]
+        *,
+        counts: Tensor,  # [4] of the plan
+    ) -> None:
+        """Warns, once for the lookup, if a table was asked for rows that it does not have."""
+        if self._has_warned or not counts[3]:
+            return
+        self._has_warned = True
+        batch_size = (offsets.numel() - 1) // len(self.feature_tables)
+        for feature, t in enumerate(self.feature_tables):
+            table = self.tables[t]
+            begin, end = offsets[feature * batch_size], offsets[(feature + 1) * batch_size]
+            ids = indices[int(begin) : int(end)]
+            bad = ids[(ids < 0) | (ids >= table.block_size)]
+            if bad.numel():
+                warnings.warn(
+                    f"indices must be in [0, {table.block_size}) for table {table.name!r}, got "
+                    f"{int(bad[0])}: such ids read row 0 (this is said once)",
+                    stacklevel=4,
+                )
+                return
 
 
 def _encode(table: TTTable) -> list[int]:
@@ -120,13 +154,22 @@ def plan(
         ValueError: if offsets do not start at 0, decrease or do not end at N, or, with check_mode
             "fatal", an id is outside its table.
     """
-    return _ops().plan(
-        indices.contiguous(),
-        offsets.contiguous(),
-        lookup.encoded_tables,
-        lookup.feature_tables,
-        lookup.check_mode,
-    )
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    try:
+        batch_plan = _ops().plan(
+            indices.contiguous(),
+            offsets.contiguous(),
+            lookup.encoded_tables,
+            lookup.feature_tables,
+            lookup.check_mode,
+        )
+    except ValueError as error:
+        raise ValueError(lookup.with_table_names(str(error))) from None
+    if lookup.check_mode == "warning":
+        lookup.warn_of_bad_ids(indices, offsets, counts=batch_plan[-1])
+    return batch_plan
 
 
 def embedding_bag_forward(
@@ -274,17 +317,10 @@ def cpu_isa() -> str:
     return _ops().cpu_isa()
 
 
-@functools.cache
 def _ops() -> Any:
-    """Returns the operators' namespace, loading the library and the fakes at the first call."""
-    load()
-    for name, fake in (
-        ("plan", _fake_plan),
-        ("embedding_bag_forward", _fake_forward),
-        ("embedding_bag_backward_dense", _fake_backward_dense),
-        ("embedding_bag_backward_update", _fake_backward_update),
-    ):
-        torch.library.register_fake(f"torchrec_tt::{name}", fake)
+    """Returns the operators' namespace, or raises one sentence that says why there is none."""
+    if _problem is not None:
+        raise RuntimeError(_problem)
     return torch.ops.torchrec_tt
 
 
@@ -306,6 +342,7 @@ def _fake_forward(
     feature_tables: list[int],
     pooling: str,
 ) -> Tensor:
+    _check_one_device(cores)
     dims = _embedding_dims(tables)
     batch_size = (offsets.shape[0] - 1) // len(feature_tables)
     return cores[0].new_empty(batch_size, sum(dims[t] for t in feature_tables))
@@ -351,3 +388,29 @@ def _embedding_dims(encoded_tables: list[int]) -> list[int]:
         dims.append(math.prod(encoded_tables[at + 3 + d : at + 3 + 2 * d]))
         at += 2 + 3 * d
     return dims
+
+
+def _check_one_device(cores: list[Tensor]) -> None:
+    """The dispatcher takes a meta tensor among others for a wish for no values."""
+    devices = {core.device for core in cores}
+    if len(devices) > 1:
+        raise ValueError(f"cores must be on one device, got {sorted(map(str, devices))}")
+
+
+def _load() -> str | None:
+    """Loads the library and registers the fakes; returns what is wrong, if anything is."""
+    try:
+        load()
+    except RuntimeError as error:
+        return str(error)
+    for name, fake in (
+        ("plan", _fake_plan),
+        ("embedding_bag_forward", _fake_forward),
+        ("embedding_bag_backward_dense", _fake_backward_dense),
+        ("embedding_bag_backward_update", _fake_backward_update),
+    ):
+        torch.library.register_fake(f"torchrec_tt::{name}", fake)
+    return None
+
+
+_problem = _load()

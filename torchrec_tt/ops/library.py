@@ -1,6 +1,5 @@
-"""Finds and loads the compiled operators, once, at the first use of one of them."""
+"""Finds and loads the compiled operators."""
 
-import functools
 import importlib.util
 import os
 
@@ -45,7 +44,6 @@ def library_path() -> str | None:
     return spec.origin if spec else None
 
 
-@functools.cache
 def load() -> None:
     """Loads the operators into `torch.ops.torchrec_tt`.
 

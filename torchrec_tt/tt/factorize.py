@@ -5,7 +5,13 @@ import warnings
 from collections.abc import Sequence
 
 from torchrec_tt.tt.cost import core_bytes, dense_bytes
-from torchrec_tt.tt.shape import MAX_CORES, MIN_CORES, TTShape
+from torchrec_tt.tt.shape import (
+    MAX_CORES,
+    MIN_CORES,
+    TTShape,
+    positive_int,
+    positive_ints,
+)
 
 MAX_PADDING_RATIO = 1.25  # padded rows over rows, from 20 rows on
 MAX_FACTOR_RATIO = 3  # largest row factor over smallest
@@ -39,7 +45,7 @@ def factorize_rows(num_embeddings: int, *, num_cores: int = 3) -> tuple[int, ...
         Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
         Models", MLSys 2021; `suggested_tt_shapes` in facebookresearch/FBTT-Embedding.
     """
-    _check(num_embeddings, num_cores=num_cores, name="num_embeddings")
+    num_embeddings = _check(num_embeddings, num_cores=num_cores, name="num_embeddings")
     candidates = []
     for exponent in range(len(str(num_embeddings))):
         count = -(-num_embeddings // 10**exponent) * 10**exponent
@@ -67,7 +73,7 @@ def factorize_columns(embedding_dim: int, *, num_cores: int = 3) -> tuple[int, .
         >>> factorize_columns(16), factorize_columns(128), factorize_columns(7)
         ((2, 2, 4), (4, 4, 8), (1, 1, 7))
     """
-    _check(embedding_dim, num_cores=num_cores, name="embedding_dim")
+    embedding_dim = _check(embedding_dim, num_cores=num_cores, name="embedding_dim")
     factors = _smallest_sum(embedding_dim, num_factors=num_cores, smallest=1)
     assert factors is not None  # (1, ..., 1, embedding_dim) always is one
     return factors
@@ -99,10 +105,11 @@ def make_shape(
         >>> make_shape(10_131_227, 16, tt_ranks=[32, 32]).num_parameters
         495360
     """
+    tt_ranks = positive_ints(tt_ranks, name="tt_ranks")
     num_cores = len(tt_ranks) + 1
     if not MIN_CORES <= num_cores <= MAX_CORES:
         raise ValueError(
-            f"tt_ranks must have {MIN_CORES - 1} to {MAX_CORES - 1} entries, got {tuple(tt_ranks)}"
+            f"tt_ranks must have {MIN_CORES - 1} to {MAX_CORES - 1} entries, got {tt_ranks}"
         )
     if row_factors is None:
         row_factors = factorize_rows(num_embeddings, num_cores=num_cores)
@@ -111,9 +118,9 @@ def make_shape(
     shape = TTShape(
         num_embeddings=num_embeddings,
         embedding_dim=embedding_dim,
-        row_factors=tuple(row_factors),
-        col_factors=tuple(col_factors),
-        tt_ranks=tuple(tt_ranks),
+        row_factors=positive_ints(row_factors, name="row_factors"),
+        col_factors=positive_ints(col_factors, name="col_factors"),
+        tt_ranks=tt_ranks,
     )
     if core_bytes(shape) > dense_bytes(shape):
         warnings.warn(
@@ -171,8 +178,7 @@ def _integer_root(value: int, degree: int) -> int:
     return root
 
 
-def _check(value: int, *, num_cores: int, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value}")
+def _check(value: int, *, num_cores: int, name: str) -> int:
     if not MIN_CORES <= num_cores <= MAX_CORES:
         raise ValueError(f"num_cores must be {MIN_CORES} to {MAX_CORES}, got {num_cores}")
+    return positive_int(value, name=name)

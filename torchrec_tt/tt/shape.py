@@ -1,8 +1,9 @@
 """TTShape, the one value that says how a table is cut into Tensor-Train cores."""
 
 import math
-from collections.abc import Sequence
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 MIN_CORES = 2
 MAX_CORES = 4
@@ -43,14 +44,9 @@ class TTShape:
 
     def __post_init__(self) -> None:
         for name in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, name)
-            if not _is_positive(value):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            object.__setattr__(self, name, positive_int(getattr(self, name), name=name))
         for name in ("row_factors", "col_factors", "tt_ranks"):
-            value = getattr(self, name)
-            if not isinstance(value, Sequence) or not all(map(_is_positive, value)):
-                raise ValueError(f"{name} must be positive integers, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, positive_ints(getattr(self, name), name=name))
         d = len(self.row_factors)
         if not MIN_CORES <= d <= MAX_CORES:
             raise ValueError(
@@ -102,5 +98,28 @@ class TTShape:
         return sum(rows * cols for rows, cols in self.core_shapes)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def positive_int(value: Any, *, name: str) -> int:
+    """Returns `value` (an int, or what NumPy calls one) as an int.
+
+    Raises:
+        ValueError: if it is none, or below 1; the message calls it `name`.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return number
+
+
+def positive_ints(values: Any, *, name: str) -> tuple[int, ...]:
+    """Returns the elements of a sequence as `positive_int` does.
+
+    Raises:
+        ValueError: if it is no sequence, or an element no positive integer.
+    """
+    try:
+        return tuple(positive_int(value, name=name) for value in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be positive integers, got {values!r}") from None
