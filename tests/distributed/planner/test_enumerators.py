@@ -1,12 +1,16 @@
 import pytest
+from torch import nn
+from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.distributed.toy_model import ToyModel, tables
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 
 
 def option_kinds(
@@ -72,3 +76,29 @@ def test_a_constraint_that_a_tt_table_cannot_meet_raises(
     with pytest.raises(ValueError, match=message):
         option_kinds({"t0": constraints})
     option_kinds({"r0": ParameterConstraints(sharding_types=["column_wise"])})
+
+
+def test_tables_of_one_name_in_several_collections_keep_their_own_options() -> None:
+    size = {"name": "same", "num_embeddings": 1000, "embedding_dim": 16, "feature_names": ["f"]}
+    regular, mean = EmbeddingBagConfig(**size), EmbeddingBagConfig(**size, pooling=PoolingType.MEAN)
+    collections = {
+        "tt": TTEmbeddingBagCollection(
+            [TTEmbeddingBagConfig(**size, tt_ranks=[4, 4])], device="meta"
+        ),
+        "regular": TTEmbeddingBagCollection([regular], device="meta"),
+        "mean": TTEmbeddingBagCollection([mean], device="meta"),
+        "stock": EmbeddingBagCollection([regular], device="meta"),
+    }
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cuda")
+    sharders = [*get_default_sharders(), TTEmbeddingBagCollectionSharder()]
+    found: dict[str, set[tuple[str, str]]] = {path: set() for path in collections}
+    enumerator = tt_planner(topology, batch_size=8)._enumerator
+    for option in enumerator.enumerate(nn.ModuleDict(collections), sharders):
+        found[option.path].add((option.sharding_type, option.compute_kernel))
+    assert found["tt"] == {
+        (kind, TT_COMPUTE_KERNEL) for kind in ("table_wise", "row_wise", "data_parallel")
+    }
+    assert found["regular"] == found["stock"]
+    assert TT_COMPUTE_KERNEL not in {kernel for _, kernel in found["regular"]}
+    kinds = {path: {kind for kind, _ in options} for path, options in found.items()}
+    assert kinds["regular"] - kinds["mean"] == {"row_wise", "table_row_wise"}

@@ -15,6 +15,7 @@ from torchrec_tt.distributed.sharding_plan import (
     check_cache_params,
     check_sharding_type,
 )
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
 
 
@@ -36,15 +37,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             ValueError: if a constraint asks of a TT table what it cannot have.
         """
         collections = [m for m in module.modules() if isinstance(m, TTEmbeddingBagCollection)]
-        configs = [c for m in collections for c in m.embedding_bag_configs()]
-        self._tt_tables = {name for m in collections for name in m.tt_shapes}
-        self._mean_tables = {c.name for c in configs if c.pooling == PoolingType.MEAN}
-        self._regular_tables = {c.name for c in configs} - self._tt_tables
-        self._check_constraints()
+        self._check_constraints(sorted({name for m in collections for name in m.tt_shapes}))
         return super().enumerate(module, sharders)
 
-    def _check_constraints(self) -> None:
-        for name in sorted(self._tt_tables):
+    def _check_constraints(self, tt_tables: list[str]) -> None:
+        for name in tt_tables:
             constraints = (self._constraints or {}).get(name)
             if constraints is None:
                 continue
@@ -58,26 +55,37 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                     f"Tensor-Train table, got {kernels} for table {name!r}"
                 )
 
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        """Notes whose options come next: the filters below are told the table's name alone.
+
+        Tables of different collections may have the same name.
+        """
+        configs = (
+            module.embedding_bag_configs() if isinstance(module, TTEmbeddingBagCollection) else []
+        )
+        self._config = next((c for c in configs if c.name == parameter), None)  # None: stock module
+        return super()._get_num_buckets(parameter, module)
+
     def _filter_sharding_types(
         self, name: str, allowed_sharding_types: list[str], *args: Any, **kwargs: Any
     ) -> list[str]:
         constraints = (self._constraints or {}).get(name)
         asked = (constraints and constraints.sharding_types) or []
-        if name in self._tt_tables:
+        if isinstance(self._config, TTEmbeddingBagConfig):
             types = [t for t in TT_SHARDING_TYPES if not asked or t in asked]
         else:
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
-        if asked:
+        if asked or self._config is None:
             return types
-        if name in self._mean_tables:
+        if self._config.pooling == PoolingType.MEAN:
             return [t for t in types if t not in ROW_SPLITTING_TYPES]
-        if name in self._regular_tables and self._compute_device == "cpu":
+        if not isinstance(self._config, TTEmbeddingBagConfig) and self._compute_device == "cpu":
             return [t for t in types if t != ShardingType.ROW_WISE.value]
         return types
 
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        if name in self._tt_tables:
+        if isinstance(self._config, TTEmbeddingBagConfig):
             return [TT_COMPUTE_KERNEL]
         return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
