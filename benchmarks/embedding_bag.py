@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
-from torchrec_tt.ops.embedding_bag import TTTable, cpu_isa
+from torchrec_tt.ops.embedding_bag import cpu_isa
+from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cores import rows as tt_rows
 from torchrec_tt.tt.factorize import make_shape

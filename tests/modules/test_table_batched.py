@@ -3,7 +3,7 @@ import torch
 
 from tests.ops.reference import Batch, dense_lookup, make_lookup
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
-from torchrec_tt.ops.embedding_bag import TTTable
+from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
 
 NAMES = ("3 cores", "2 cores", "4 cores")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from torchrec_tt.ops.embedding_bag import Lookup, TTTable
+from torchrec_tt.ops.lookup import Lookup, TTTable
 from torchrec_tt.tt.cores import dense
 from torchrec_tt.tt.shape import TTShape
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt.ops.embedding_bag import CheckMode
+from torchrec_tt.ops.lookup import CheckMode
 
 
 class RowWiseBoundsCheck:

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torchrec_tt.ops.embedding_bag import CheckMode, Lookup, TTTable, embedding_bag
+from torchrec_tt.ops.embedding_bag import embedding_bag
+from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
 from torchrec_tt.tt import cores as tt_cores
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.init import TTInit, init_cores_

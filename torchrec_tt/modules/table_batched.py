@@ -9,16 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchrec_tt.ops.embedding_bag import (
-    CheckMode,
-    Lookup,
-    Pooling,
-    TTTable,
     embedding_bag,
     embedding_bag_backward_dense,
     embedding_bag_backward_update,
     embedding_bag_forward,
     plan,
 )
+from torchrec_tt.ops.lookup import CheckMode, Lookup, Pooling, TTTable
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
 ReduceGradients = Callable[[list[Tensor]], None]
