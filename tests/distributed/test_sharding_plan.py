@@ -43,6 +43,7 @@ from torchrec_tt.distributed.sharding_plan import (
     check_plan,
     with_tt_kernel,
 )
+from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 
 
 def collection(pooling: PoolingType = PoolingType.SUM) -> TTEmbeddingBagCollection:
@@ -115,12 +116,86 @@ def test_row_blocks_other_than_the_input_distribution_cuts_are_refused() -> None
     ebc = collection()
     plan = hand_made(ebc, t0=row_wise())
     check_plan(ebc, plan, world_size=2)
-    with pytest.raises(ValueError, match="110 rows of table 't0'"):
-        check_plan(ebc, plan, world_size=3)
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] = 60
     plan["t0"].sharding_spec.shards[1].shard_offsets[0] = 60
     plan["t0"].sharding_spec.shards[1].shard_sizes[0] = 50
-    with pytest.raises(ValueError, match=r"\[\(0, 55\), \(55, 55\)\].*\[\(0, 60\), \(60, 50\)\]"):
+    message = r"table 't0' into .*\[55, 0\], \[55, 16\].* got .*\[60, 0\], \[50, 16\]"
+    with pytest.raises(ValueError, match=message):
+        check_plan(ebc, plan, world_size=2)
+
+
+@pytest.mark.parametrize("offset_and_size", [(0, 8), (8, 8), (8, 16)])
+def test_shards_of_some_of_the_columns_are_refused(offset_and_size: tuple[int, int]) -> None:
+    ebc = collection()
+    for generator in (row_wise(), table_wise(rank=1)):
+        plan = hand_made(ebc, t0=generator)
+        shard = plan["t0"].sharding_spec.shards[0]
+        shard.shard_offsets[1], shard.shard_sizes[1] = offset_and_size
+        with pytest.raises(ValueError, match="110 rows and 16 columns of table 't0'"):
+            check_plan(ebc, plan, world_size=2)
+
+
+@pytest.mark.parametrize("ranks", [None, [], [0, 1], [2], [-1], ["0"]])
+def test_ranks_of_a_table_wise_table_must_be_one_rank_of_the_world(ranks: Any) -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["t0"].ranks = ranks
+    with pytest.raises(ValueError, match=r"ranks must be one rank of 2 .*table_wise table 't0'"):
+        check_plan(ebc, plan, world_size=2)
+
+
+@pytest.mark.parametrize("ranks", [None, [0], [1, 0], [0, 1, 2], [0, 2]])
+def test_ranks_of_a_row_wise_table_must_be_all_ranks_in_order(ranks: Any) -> None:
+    ebc = collection()
+    plan = hand_made(ebc, t1=row_wise())
+    plan["t1"].ranks = ranks
+    with pytest.raises(ValueError, match=r"ranks must be all ranks in order .*table 't1', got"):
+        check_plan(ebc, plan, world_size=2)
+
+
+def test_shards_placed_elsewhere_than_on_their_ranks_are_refused() -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["t0"].ranks = [1]
+    with pytest.raises(ValueError, match=r"shards of table 't0' on .*\[1\], got \[0\]"):
+        check_plan(ebc, plan, world_size=2)
+    plan = hand_made(ebc, t1=row_wise())
+    plan["t1"].sharding_spec.shards.reverse()
+    with pytest.raises(ValueError, match=r"table 't1'"):
+        check_plan(ebc, plan, world_size=2)
+
+
+def test_a_missing_sharding_spec_is_refused() -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["t0"].sharding_spec = None
+    with pytest.raises(ValueError, match=r"sharding_spec must be .* table 't0', got None"):
+        check_plan(ebc, plan, world_size=2)
+
+
+def test_a_table_of_fewer_rows_than_ranks_may_be_row_wise() -> None:
+    tiny = TTEmbeddingBagConfig(
+        name="tiny", num_embeddings=5, embedding_dim=4, feature_names=["f"], tt_ranks=[2]
+    )
+    ebc = TTEmbeddingBagCollection([tiny], device="meta")
+    for world_size in (4, 7):
+        plan = construct_module_sharding_plan(
+            ebc,
+            {"tiny": row_wise()},
+            sharder=TTEmbeddingBagCollectionSharder(),
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        check_plan(ebc, plan, world_size=world_size)
+
+
+def test_a_regular_table_on_the_tt_kernel_is_refused() -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["r1"].compute_kernel = TT_COMPUTE_KERNEL
+    message = f"compute_kernel must not be '{TT_COMPUTE_KERNEL}'.* table 'r1'"
+    with pytest.raises(ValueError, match=message):
         check_plan(ebc, plan, world_size=2)
 
 
@@ -220,11 +295,13 @@ def test_u12_u14_every_type_that_is_allowed_builds_and_learns(two_ranks: Ranks) 
 def refused_everywhere(rank: int) -> list[str]:
     """Bad plans against the whole stack: the same words on every rank, and no collective begun."""
     messages = []
-    for bad in ("column_wise", "mean"):
+    for bad in ("column_wise", "mean", "kernel"):
         pooling = PoolingType.MEAN if bad == "mean" else PoolingType.SUM
         model = on_meta(unsharded(pooling=pooling))
         plan = hand_made(model.ebc, t0=row_wise() if bad == "mean" else column_wise(ranks=[0, 1]))
-        with pytest.raises(ValueError, match=r"must be one of|MEAN pooling") as error:
+        if bad == "kernel":
+            plan["r0"].compute_kernel = TT_COMPUTE_KERNEL
+        with pytest.raises(ValueError, match=r"must be one of|MEAN pooling|'r0'") as error:
             DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}), sharders=[sharder()])
         messages.append(str(error.value))
     dist.barrier()  # nobody is stuck in an earlier collective
@@ -237,6 +314,7 @@ def test_a_bad_plan_raises_the_same_on_every_rank(two_ranks: Ranks) -> None:
     assert first == second
     assert "'t0'" in first[0]
     assert "MEAN" in first[1]
+    assert TT_COMPUTE_KERNEL in first[2]
 
 
 def unsharded_in_dmp(rank: int) -> list[str]:

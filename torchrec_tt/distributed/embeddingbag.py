@@ -68,7 +68,12 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         **kwargs: Any,
     ) -> None:
         check_env(env)
-        check_plan(module, table_name_to_parameter_sharding, world_size=env.world_size)
+        check_plan(
+            module,
+            table_name_to_parameter_sharding,
+            world_size=env.world_size,
+            pg=env.process_group,
+        )
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":

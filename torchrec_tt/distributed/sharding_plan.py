@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -48,17 +51,30 @@ def check_env(env: ShardingEnv) -> None:
 
 
 def check_plan(
-    module: TTEmbeddingBagCollection, plan: Mapping[str, ParameterSharding], *, world_size: int
+    module: TTEmbeddingBagCollection,
+    plan: Mapping[str, ParameterSharding],
+    *,
+    world_size: int,
+    pg: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises ValueError, naming the table, where `plan` cannot shard `module`."""
+    """Raises ValueError, naming the table, where `plan` cannot shard `module`.
+
+    Shards are placed on global ranks; without a `pg` they are those of the plan.
+    """
     configs = module.embedding_bag_configs()
     for config in configs:
         if config.name not in plan:
             raise ValueError(
                 f"plan must have every table of the collection, got none for {config.name!r}"
             )
+        is_tt = isinstance(config, TTEmbeddingBagConfig)
+        if not is_tt and plan[config.name].compute_kernel == TT_COMPUTE_KERNEL:
+            raise ValueError(
+                f"compute_kernel must not be {TT_COMPUTE_KERNEL!r}, the one of Tensor-Train "
+                f"tables, got it for the regular table {config.name!r}"
+            )
     for config in tt_configs(configs):
-        _check_tt_table(config, plan[config.name], world_size=world_size)
+        _check_tt_table(config, plan[config.name], world_size=world_size, pg=pg)
     check_mean_pooling(configs, {name: p.sharding_type for name, p in plan.items()})
 
 
@@ -154,24 +170,53 @@ def _logical_weight(module: TTEmbeddingBagCollection, config: TTEmbeddingBagConf
 
 
 def _check_tt_table(
-    config: TTEmbeddingBagConfig, sharding: ParameterSharding, *, world_size: int
+    config: TTEmbeddingBagConfig,
+    sharding: ParameterSharding,
+    *,
+    world_size: int,
+    pg: dist.ProcessGroup | None,
 ) -> None:
-    name = config.name
-    check_sharding_type(name, sharding.sharding_type)
+    name, kind = config.name, sharding.sharding_type
+    check_sharding_type(name, kind)
     check_cache_params(name, sharding.cache_params)
-    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+    if kind == ShardingType.DATA_PARALLEL.value:
         return
-    if sharding.sharding_spec is None:
-        raise ValueError(f"sharding_spec must be given for table {name!r}, got None")
-    is_row_wise = sharding.sharding_type == ShardingType.ROW_WISE.value
-    num_shards = world_size if is_row_wise else 1
-    block = -(-config.num_embeddings // num_shards)
+    ranks = list(sharding.ranks or [])
+    if kind == ShardingType.ROW_WISE.value:
+        is_right, rule = ranks == list(range(world_size)), "all ranks in order"
+    else:
+        is_right, rule = len(ranks) == 1 and ranks[0] in range(world_size), "one rank"
+    if not is_right:
+        raise ValueError(
+            f"ranks must be {rule} of {world_size} for the {kind} table {name!r}, "
+            f"got {sharding.ranks}"
+        )
+    if not isinstance(sharding.sharding_spec, EnumerableShardingSpec):
+        raise ValueError(
+            f"sharding_spec must be an EnumerableShardingSpec for the {kind} table {name!r}, "
+            f"got {sharding.sharding_spec}"
+        )
+    _check_shards(config, sharding.sharding_spec.shards, num_shards=len(ranks))
+    placed = [r if pg is None else dist.get_global_rank(pg, r) for r in ranks]
+    got = [shard.placement and shard.placement.rank() for shard in sharding.sharding_spec.shards]
+    if got != placed:
+        raise ValueError(
+            f"sharding_spec must place the shards of table {name!r} on the global ranks {placed} "
+            f"of its ranks {ranks}, got {got}"
+        )
+
+
+def _check_shards(
+    config: TTEmbeddingBagConfig, shards: list[ShardMetadata], *, num_shards: int
+) -> None:
+    rows, columns = config.num_embeddings, config.embedding_dim
+    block = -(-rows // num_shards)
     # TorchRec's input distribution cuts the ids so, whatever the plan says.
-    starts = [min(r * block, config.num_embeddings) for r in range(num_shards + 1)]
-    expected = [(a, b - a) for a, b in itertools.pairwise(starts)]
-    got = [(s.shard_offsets[0], s.shard_sizes[0]) for s in sharding.sharding_spec.shards]
+    starts = [min(r * block, rows) for r in range(num_shards + 1)]
+    expected = [([a, 0], [b - a, columns]) for a, b in itertools.pairwise(starts)]
+    got = [(list(shard.shard_offsets), list(shard.shard_sizes)) for shard in shards]
     if got != expected:
         raise ValueError(
-            f"sharding_spec must cut the {config.num_embeddings} rows of table {name!r} into "
-            f"(offset, size) {expected} for {sharding.sharding_type}, got {got}"
+            f"sharding_spec must cut the {rows} rows and {columns} columns of table "
+            f"{config.name!r} into shards (offsets, sizes) {expected}, got {got}"
         )
