@@ -59,10 +59,15 @@ def test_the_default_is_plain_sgd() -> None:
     [
         ({"optimizer": EmbOptimType.ADAM}, "SGD.*EXACT_SGD.*EXACT_ADAGRAD.*got .*ADAM"),
         ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}, "EXACT_ADAGRAD"),
-        ({"optimizer": "sgd"}, "must be one of"),
+        ({"optimizer": "sgd"}, "must be an EmbOptimType, got 'sgd'"),
+        ({"optimizer": [1]}, r"'optimizer'.* must be an EmbOptimType, got \[1\]"),
         ({"gradient_clipping": True}, "gradient_clipping"),
         ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "weight_decay_mode"),
+        ({"weight_decay_mode": "l2"}, "weight_decay_mode.* got 'l2'"),
         ({"learning_rate": -1.0}, "learning_rate"),
+        ({"learning_rate": None}, "'learning_rate'.* must be a number, got None"),
+        ({"eps": "small"}, "'eps'.* must be a number, got 'small'"),
+        ({"weight_decay": True}, "'weight_decay'.* must be a number, got True"),
     ],
 )
 def test_settings_that_cores_cannot_follow_raise(

@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -101,6 +101,17 @@ def test_u11_cache_params_are_refused_for_a_tt_table_only() -> None:
         check_plan(ebc, plan, world_size=2)
         plan["t0"].cache_params = CacheParams(load_factor=load_factor)
         with pytest.raises(ValueError, match=r"cache_params must be None .* for table 't0'"):
+            check_plan(ebc, plan, world_size=2)
+
+
+def test_output_dtypes_other_than_fp32_are_refused_beside_tt_tables() -> None:
+    ebc = collection()
+    for name in ("t0", "r0"):
+        plan = hand_made(ebc)
+        plan[name].output_dtype = DataType.FP32
+        check_plan(ebc, plan, world_size=2)
+        plan[name].output_dtype = DataType.FP16
+        with pytest.raises(ValueError, match=f"output_dtype must be FP32 .* for table '{name}'"):
             check_plan(ebc, plan, world_size=2)
 
 

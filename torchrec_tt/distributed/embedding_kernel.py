@@ -1,6 +1,6 @@
 """The compute kernels that put Tensor-Train tables into TorchRec's grouped lookups."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
+from torchrec_tt.distributed.fused_params import check_mode_of
 from torchrec_tt.modules.table_batched import TTTable, TTTableBatchedEmbeddingBags
-from torchrec_tt.ops.embedding_bag import CheckMode
 from torchrec_tt.optim import TTOptimizerConfig
 
 TT_SHAPE = "_tt_shape"  # a table's TTShape in ShardedEmbeddingTable.fused_params
-
-_CHECK_MODES: dict[str, CheckMode] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
 
 
 class TTBatchedDenseEmbeddingBag(BaseEmbedding):
@@ -56,8 +54,6 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             reduce_gradients=reduce_gradients,
             device=device,
         )
-        output_dtype = (config.fused_params or {}).get("output_dtype")
-        self._output_dtype = torch.float32 if output_dtype is None else output_dtype.as_dtype()
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -74,14 +70,13 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]
         weights = features.weights_or_none() if self._config.is_weighted else None
         try:
-            pooled = self._emb_module(
+            return self._emb_module(
                 features.values(),
                 features.offsets(),
                 per_sample_weights=None if weights is None else weights.float(),
             )
         except ValueError as error:
             raise ValueError(f"{error}{self._block_note()}") from None
-        return pooled.to(self._output_dtype)
 
     def _block_note(self) -> str:
         starts = {t.name: t.row_offset for t in self._emb_module.tables if t.row_offset}
@@ -160,24 +155,6 @@ def _tt_table(table: ShardedEmbeddingTable, *, sharding_type: ShardingType | Non
         num_features=table.num_features(),
         **block,
     )
-
-
-def check_mode_of(fused_params: Mapping[str, Any]) -> CheckMode:
-    """Returns what to do with bad ids as `bounds_check_mode` says; FATAL where it says nothing.
-
-    Raises:
-        ValueError: for a mode without a check.
-    """
-    mode = fused_params.get("bounds_check_mode")
-    if mode is None:
-        return "fatal"
-    name = mode.name.removeprefix("V2_")
-    if name not in _CHECK_MODES:
-        raise ValueError(
-            f"bounds_check_mode must be one of {list(_CHECK_MODES)} for Tensor-Train tables, "
-            f"got {mode}"
-        )
-    return _CHECK_MODES[name]
 
 
 def _placements(config: GroupedEmbeddingConfig, params: dict[str, nn.Parameter]) -> dict[str, Any]:

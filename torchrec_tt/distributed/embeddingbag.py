@@ -20,8 +20,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag, check_mode_of
+from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config, one_owner_tensor
+from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
 from torchrec_tt.distributed.sharding import create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
@@ -74,6 +75,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             world_size=env.world_size,
             pg=env.process_group,
         )
+        if module.tt_shapes:
+            check_fused_params(fused_params)
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":
@@ -237,9 +240,10 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards a TTEmbeddingBagCollection; pass it beside `get_default_sharders()`.
 
     `fused_params` go to regular tables as to TorchRec's own sharder. TT tables take `optimizer`
-    (SGD, EXACT_SGD or EXACT_ADAGRAD), `learning_rate`, `eps`, `weight_decay`, `output_dtype` and
+    (SGD, EXACT_SGD or EXACT_ADAGRAD), `learning_rate`, `eps`, `weight_decay` and
     `bounds_check_mode` (default FATAL) from them; data-parallel TT tables take no optimizer: they
-    are ordinary parameters.
+    are ordinary parameters. Where a collection has TT tables, `output_dtype` must be FP32 and a key
+    that no kernel knows is refused.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(

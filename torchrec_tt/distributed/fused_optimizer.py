@@ -1,10 +1,12 @@
 """The optimizer that steps model-parallel cores in backward, as TorchRec configures and sees it."""
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -18,7 +20,8 @@ _OPTIMIZERS: dict[EmbOptimType, OptimizerName] = {
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
 }
 _UNSUPPORTED = ("gradient_clipping", "max_norm", "momentum_wd", "regularization_mode")
-_WEIGHT_DECAY_MODES = ("NONE", "L2")
+_WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2)
+_NUMBERS = ("learning_rate", "eps", "weight_decay")
 
 
 def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizerConfig:
@@ -33,6 +36,7 @@ def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizer
             change the update in a way that the cores' optimizer cannot follow.
     """
     fused_params = fused_params or {}
+    check_optimizer_params(fused_params)
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
     if optimizer not in _OPTIMIZERS:
         raise ValueError(
@@ -46,17 +50,24 @@ def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizer
                 f"got {fused_params[name]!r}"
             )
     mode = fused_params.get("weight_decay_mode")
-    if mode is not None and mode.name not in _WEIGHT_DECAY_MODES:
+    if mode is not None and mode not in _WEIGHT_DECAY_MODES:
         raise ValueError(
-            f"fused_params['weight_decay_mode'] must be one of {_WEIGHT_DECAY_MODES} for "
-            f"Tensor-Train tables, got {mode}"
+            f"fused_params['weight_decay_mode'] must be one of "
+            f"{[m.name for m in _WEIGHT_DECAY_MODES]} for Tensor-Train tables, got {mode!r}"
         )
-    given = {
-        k: float(fused_params[k])
-        for k in ("learning_rate", "eps", "weight_decay")
-        if k in fused_params
-    }
+    given = {name: float(fused_params[name]) for name in _NUMBERS if name in fused_params}
     return TTOptimizerConfig(optimizer=_OPTIMIZERS[optimizer], **given)
+
+
+def check_optimizer_params(fused_params: Mapping[str, Any]) -> None:
+    """Raises ValueError for an optimizer or a number that no kernel takes for one."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if not isinstance(optimizer, EmbOptimType):
+        raise ValueError(f"fused_params['optimizer'] must be an EmbOptimType, got {optimizer!r}")
+    for name in _NUMBERS:
+        value = fused_params.get(name, 0.0)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"fused_params[{name!r}] must be a number, got {value!r}")
 
 
 class TTFusedOptimizer(FusedOptimizer):

@@ -18,6 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
+from torchrec_tt.distributed.fused_params import check_output_dtype
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection, tt_configs
 
@@ -73,6 +74,8 @@ def check_plan(
                 f"compute_kernel must not be {TT_COMPUTE_KERNEL!r}, the one of Tensor-Train "
                 f"tables, got it for the regular table {config.name!r}"
             )
+        if module.tt_shapes and plan[config.name].output_dtype is not None:
+            check_output_dtype(plan[config.name].output_dtype, table=config.name)
     for config in tt_configs(configs):
         _check_tt_table(config, plan[config.name], world_size=world_size, pg=pg)
     check_mean_pooling(configs, {name: p.sharding_type for name, p in plan.items()})

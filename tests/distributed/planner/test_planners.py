@@ -1,4 +1,5 @@
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -76,6 +77,19 @@ def test_tables_too_large_for_any_rank_are_refused_as_by_torchrec() -> None:
 def test_u08_planning_without_the_tt_sharder_raises() -> None:
     with pytest.raises(ValueError, match=r"TTEmbeddingBagCollectionSharder.*module 'ebc'"):
         planner().plan(toy(), get_default_sharders())
+
+
+def test_a_misspelt_fused_param_is_refused_when_planning() -> None:
+    sharder = TTEmbeddingBagCollectionSharder(fused_params={"learning_rat": 0.1})
+    with pytest.raises(ValueError, match="'learning_rat'; the nearest is 'learning_rate'"):
+        planner().plan(toy(), [sharder])
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.0, None, True])
+def test_a_batch_size_that_is_no_positive_integer_is_refused(batch_size: Any) -> None:
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    with pytest.raises(ValueError, match=f"batch_size must be a positive .* got {batch_size}"):
+        tt_planner(topology, batch_size=batch_size)
 
 
 def test_default_sharders_and_the_tt_one_plan_every_table() -> None:

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
 from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
 from torchrec_tt.distributed.sharding_plan import check_plan
@@ -26,8 +27,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         """Returns the best plan.
 
         Raises:
-            ValueError: if no sharder shards TTEmbeddingBagCollection, or a constraint asks for
-                what a TT table cannot have.
+            ValueError: if no sharder shards TTEmbeddingBagCollection, or a constraint or the
+                sharder's `fused_params` ask for what a TT table cannot have.
             PlannerError: if nothing fits, as TorchRec's planner.
         """
         _check_sharders(module, sharders)
@@ -77,10 +78,15 @@ def tt_planner(
         constraints: per-table constraints, as for EmbeddingShardingPlanner.
         kwargs: further arguments of EmbeddingShardingPlanner (`debug` is off by default).
 
+    Raises:
+        ValueError: if `batch_size` is not a positive integer.
+
     Example:
         >>> planner = tt_planner(Topology(world_size=2, compute_device="cpu"), batch_size=128)
         >>> plan = planner.collective_plan(model, [TTEmbeddingBagCollectionSharder()])
     """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
     enumerator = TTEmbeddingEnumerator(
         topology=topology,
         batch_size=batch_size,
@@ -104,7 +110,7 @@ def _collections(module: nn.Module) -> list[tuple[str, TTEmbeddingBagCollection]
 
 
 def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-    known = {sharder.module_type for sharder in sharders}
+    known = {sharder.module_type: sharder for sharder in sharders}
     for path, collection in _collections(module):
         if type(collection) not in known:
             raise ValueError(
@@ -112,6 +118,8 @@ def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]])
                 f"(TTEmbeddingBagCollectionSharder) as module {path!r} has Tensor-Train tables, "
                 f"got {[type(sharder).__name__ for sharder in sharders]}"
             )
+        if collection.tt_shapes:
+            check_fused_params(getattr(known[type(collection)], "fused_params", None))
 
 
 def _picklable(error: Exception) -> Exception:

@@ -1,0 +1,90 @@
+"""What a sharder's `fused_params` may say for a collection with Tensor-Train tables.
+
+TorchRec hands them to the kernels, and these exist on some ranks only: what one of them would not
+take is refused here, on every rank.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
+from torchrec.distributed import batched_embedding_kernel
+from torchrec.distributed import fused_params as torchrec_fused_params
+from torchrec.distributed.types import KeyValueParams
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_tt.distributed.fused_optimizer import check_optimizer_params
+from torchrec_tt.ops.lookup import CheckMode
+
+_CHECK_MODES: dict[str, CheckMode] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
+_TORCHREC_NAMES = (  # read by TorchRec under no constant of its own; the last three since 1.9
+    "_batch_key",
+    "embedding_cache_mode",
+    "use_one_tbe_per_table",
+    "bag_size_hints",
+    "fused_bounds_check",
+    "pooled_lookup_kernel",
+)
+
+
+def check_fused_params(fused_params: Mapping[str, Any] | None) -> None:
+    """Raises ValueError, naming the key, where `fused_params` do not suit Tensor-Train tables."""
+    fused_params = fused_params or {}
+    known = _known_names()
+    for name in fused_params:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(
+                f"fused_params must have keys that TorchRec or FBGEMM read, got {name!r}"
+                + (f"; the nearest is {near[0]!r}" if near else "")
+            )
+    check_optimizer_params(fused_params)
+    check_mode_of(fused_params)
+    check_output_dtype(fused_params.get("output_dtype", DataType.FP32))
+
+
+def check_mode_of(fused_params: Mapping[str, Any]) -> CheckMode:
+    """Returns what to do with bad ids as `bounds_check_mode` says; FATAL where it says nothing.
+
+    Raises:
+        ValueError: for a mode without a check.
+    """
+    mode = fused_params.get("bounds_check_mode", BoundsCheckMode.FATAL)
+    name = mode.name.removeprefix("V2_") if isinstance(mode, BoundsCheckMode) else None
+    if name not in _CHECK_MODES:
+        raise ValueError(
+            f"bounds_check_mode must be one of {list(_CHECK_MODES)} for Tensor-Train tables, "
+            f"got {mode!r}"
+        )
+    return _CHECK_MODES[name]
+
+
+def check_output_dtype(output_dtype: object, *, table: str | None = None) -> None:
+    """Raises ValueError unless `output_dtype` is FP32.
+
+    TorchRec sends FP32 from ranks without tables, whatever the others send: gloo aborts then.
+    """
+    if output_dtype not in (DataType.FP32, SparseType.FP32):
+        raise ValueError(
+            f"output_dtype must be FP32 in a collection with Tensor-Train tables, "
+            f"got {output_dtype!r}" + (f" for table {table!r}" if table else "")
+        )
+
+
+@functools.cache
+def _known_names() -> tuple[str, ...]:
+    kernels = (SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags)
+    names = {name for kernel in kernels for name in inspect.signature(kernel.__init__).parameters}
+    names |= {field.name for field in dataclasses.fields(KeyValueParams)}
+    names |= {v for k, v in vars(torchrec_fused_params).items() if k.startswith("FUSED_PARAM_")}
+    names |= {v for k, v in vars(batched_embedding_kernel).items() if k.endswith("_STR")}
+    return tuple(sorted({*names, *_TORCHREC_NAMES} - {"self"}))
