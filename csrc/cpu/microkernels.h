@@ -13,6 +13,8 @@
 #endif
 
 #define TT_INLINE static inline __attribute__((always_inline))
+// Loops over a tile's registers: unrolled, or the tile would live in memory.
+#define TT_UNROLL _Pragma("GCC unroll 16")
 
 namespace torchrec_tt::TT_ISA {
 
@@ -71,15 +73,16 @@ TT_INLINE Quad add_quads(Vec<float> v) {
 #endif
 }
 
-// out[0..3] (+)= the lane sums of v[0..3].
+// out[0..3] (+)= the lane sums of a, b, c, d.
 template <typename T, bool kAdd>
-TT_INLINE void store_sums(const Vec<T> (&v)[4], T* out) {
+TT_INLINE void store_sums(Vec<T> a, Vec<T> b, Vec<T> c, Vec<T> d, T* out) {
   if constexpr (std::is_same_v<T, float>) {
-    const Quad sums = add_quads(add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3])));
+    const Quad sums = add_quads(add_pairs(add_pairs(a, b), add_pairs(c, d)));
     Quad* to = reinterpret_cast<Quad*>(out);
     *to = kAdd ? *to + sums : sums;
   } else {
-    for (int i = 0; i < 4; i++) out[i] = kAdd ? out[i] + sum_lanes<T>(v[i]) : sum_lanes<T>(v[i]);
+    const T sums[4] = {sum_lanes<T>(a), sum_lanes<T>(b), sum_lanes<T>(c), sum_lanes<T>(d)};
+    for (int i = 0; i < 4; i++) out[i] = kAdd ? out[i] + sums[i] : sums[i];
   }
 }
 
@@ -94,18 +97,19 @@ template <typename T, int kX, int kV>
 TT_INLINE void product_tile(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t K, T* c,
                             int64_t ld_c) {
   constexpr int64_t W = kWidth<T>;
-  Vec<T> sum[kX][kV] = {};
+  Vec<T> sum[kX][kV];
+  TT_UNROLL for (int i = 0; i < kX * kV; i++) sum[i / kV][i % kV] = Vec<T>{};
 #pragma GCC unroll 4
   for (int64_t k = 0; k < K; k++) {
     Vec<T> b_k[kV];
-    for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
-    for (int x = 0; x < kX; x++) {
+    TT_UNROLL for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
+    TT_UNROLL for (int x = 0; x < kX; x++) {
       const T a_xk = a[x * ld_a + k];
-      for (int v = 0; v < kV; v++) sum[x][v] += a_xk * b_k[v];
+      TT_UNROLL for (int v = 0; v < kV; v++) sum[x][v] += a_xk * b_k[v];
     }
   }
-  for (int x = 0; x < kX; x++) {
-    for (int v = 0; v < kV; v++) store(c + x * ld_c + v * W, sum[x][v]);
+  TT_UNROLL for (int x = 0; x < kX; x++) {
+    TT_UNROLL for (int v = 0; v < kV; v++) store(c + x * ld_c + v * W, sum[x][v]);
   }
 }
 
@@ -120,7 +124,7 @@ TT_INLINE void product_rows(const T* a, int64_t ld_a, const T* b, int64_t ld_b, 
   for (; n + 2 * W <= N; n += 2 * W) product_tile<T, kX, 2>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
   for (; n + W <= N; n += W) product_tile<T, kX, 1>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
   for (; n < N; n++) {
-    for (int x = 0; x < kX; x++) {
+    TT_UNROLL for (int x = 0; x < kX; x++) {
       T sum = 0;
       for (int64_t k = 0; k < K; k++) sum += a[x * ld_a + k] * b[k * ld_b + n];
       c[x * ld_c + n] = sum;
@@ -143,23 +147,24 @@ template <typename T, int kX, int kY, bool kAdd>
 TT_INLINE void dot_block(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t N, T* out,
                          int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
-  Vec<T> sum[kX][kY] = {};
+  Vec<T> sum[kX][kY];
+  TT_UNROLL for (int i = 0; i < kX * kY; i++) sum[i / kY][i % kY] = Vec<T>{};
   int64_t n = 0;
 #pragma GCC unroll 4
   for (; n + W <= N; n += W) {
     Vec<T> b_n[kY];
-    for (int y = 0; y < kY; y++) b_n[y] = load(b + y * ld_b + n);
-    for (int x = 0; x < kX; x++) {
+    TT_UNROLL for (int y = 0; y < kY; y++) b_n[y] = load(b + y * ld_b + n);
+    TT_UNROLL for (int x = 0; x < kX; x++) {
       const Vec<T> a_n = load(a + x * ld_a + n);
-      for (int y = 0; y < kY; y++) sum[x][y] += a_n * b_n[y];
+      TT_UNROLL for (int y = 0; y < kY; y++) sum[x][y] += a_n * b_n[y];
     }
   }
-  for (int x = 0; x < kX; x++) {
+  TT_UNROLL for (int x = 0; x < kX; x++) {
     T* to = out + x * ld_out;
     if constexpr (kY == 4) {
-      store_sums<T, kAdd>(sum[x], to);
+      store_sums<T, kAdd>(sum[x][0], sum[x][1], sum[x][2], sum[x][3], to);
     } else {
-      for (int y = 0; y < kY; y++) {
+      TT_UNROLL for (int y = 0; y < kY; y++) {
         const T total = sum_lanes<T>(sum[x][y]);
         to[y] = kAdd ? to[y] + total : total;
       }
@@ -205,11 +210,9 @@ TT_INLINE void outer_tile(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
                           int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, T* out,
                           int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
-  Vec<T> sum[kI][kV] = {};
-  if constexpr (kAdd) {
-    for (int i = 0; i < kI; i++) {
-      for (int v = 0; v < kV; v++) sum[i][v] = load(out + i * ld_out + v * W);
-    }
+  Vec<T> sum[kI][kV];
+  TT_UNROLL for (int i = 0; i < kI * kV; i++) {
+    sum[i / kV][i % kV] = kAdd ? load(out + i / kV * ld_out + i % kV * W) : Vec<T>{};
   }
   for (int64_t t = 0; t < num_terms; t++) {
     const T* a = terms[t].a + a_at;
@@ -217,15 +220,15 @@ TT_INLINE void outer_tile(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
 #pragma GCC unroll 4
     for (int64_t k = 0; k < K; k++) {
       Vec<T> b_k[kV];
-      for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
-      for (int i = 0; i < kI; i++) {
+      TT_UNROLL for (int v = 0; v < kV; v++) b_k[v] = load(b + k * ld_b + v * W);
+      TT_UNROLL for (int i = 0; i < kI; i++) {
         const T a_ki = a[k * step_k + i * step_i];
-        for (int v = 0; v < kV; v++) sum[i][v] += a_ki * b_k[v];
+        TT_UNROLL for (int v = 0; v < kV; v++) sum[i][v] += a_ki * b_k[v];
       }
     }
   }
-  for (int i = 0; i < kI; i++) {
-    for (int v = 0; v < kV; v++) store(out + i * ld_out + v * W, sum[i][v]);
+  TT_UNROLL for (int i = 0; i < kI; i++) {
+    TT_UNROLL for (int v = 0; v < kV; v++) store(out + i * ld_out + v * W, sum[i][v]);
   }
 }
 
@@ -247,7 +250,7 @@ TT_INLINE void outer_rows(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
     outer_tile<T, kI, 1, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
   }
   for (; n < N; n++) {
-    for (int i = 0; i < kI; i++) {
+    TT_UNROLL for (int i = 0; i < kI; i++) {
       T sum = kAdd ? out[i * ld_out + n] : T(0);
       for (int64_t t = 0; t < num_terms; t++) {
         for (int64_t k = 0; k < K; k++) {
