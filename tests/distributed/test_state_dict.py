@@ -175,6 +175,27 @@ def test_sharded_tensors_of_another_plan_are_refused(two_ranks: Ranks) -> None:
     assert all("torch.distributed.checkpoint" in message for message in messages)
 
 
+def wrong_core_messages(rank: int, kind: str) -> list[str]:
+    """A whole core and, where there is one, a ShardedTensor that are those of another shape."""
+    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+    key, other = (f"ebc.embedding_bags.t1.tt_cores.{k}" for k in range(2))
+    state = model.state_dict()
+    messages = []
+    for bad in (torch.zeros(10, 13), state[other]):
+        with pytest.raises(ValueError, match="must have the size") as error:
+            model.load_state_dict({**state, key: bad})
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_core_of_another_size_is_refused_on_every_rank(two_ranks: Ranks) -> None:
+    for kind in KINDS:
+        first, second = two_ranks.run(wrong_core_messages, kind)
+        assert first == second
+        assert "embedding_bags.t1.tt_cores.0 must have the size (10, 12), got (10, 13)" in first[0]
+        assert first[1].endswith("got (12, 24)")
+
+
 def save(rank: int, folder: str) -> dict[str, Tensor]:
     model, _ = trained(rank, (TW, RW))
     dcp.save(model.state_dict(), checkpoint_id=folder)

@@ -349,13 +349,20 @@ def _put_owned_cores(
 def _take_local_cores(
     module: ShardedTTEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Load hook: ShardedTensors and whole cores become what this rank keeps of them."""
-    for table in (config.name for config in tt_configs(module._embedding_bag_configs)):
-        for k, core in enumerate(module.embedding_bags[table].tt_cores):
-            key = f"{prefix}embedding_bags.{table}.tt_cores.{k}"
+    """Load hook: ShardedTensors and whole cores become what this rank keeps of them.
+
+    Sizes are checked here, as ranks without the core would load any.
+    """
+    for config in tt_configs(module._embedding_bag_configs):
+        for k, core in enumerate(module.embedding_bags[config.name].tt_cores):
+            key = f"{prefix}embedding_bags.{config.name}.tt_cores.{k}"
             value = state_dict.get(key)
             if value is None:
                 continue
+            shape = config.tt_shape.core_shapes[k]
+            size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+            if tuple(size) != shape:
+                raise ValueError(f"{key} must have the size {shape}, got {tuple(size)}")
             if not core.numel():
                 state_dict[key] = torch.empty(0)
             elif isinstance(value, ShardedTensor):
