@@ -1,8 +1,10 @@
 """Times the CPU lookup beside its rivals in one run: forward, and forward + backward + SGD step.
 
-Rivals: a bmm per index in plain PyTorch (what TT-Rec's kernel does, chunked to bound its memory),
-nn.EmbeddingBag with a sparse gradient, and FBGEMM's TBE. Rivals take turns on the same batches,
-caches are flushed before every call, and medians are printed.
+Methods: ours (`tt`), a bmm per index in plain PyTorch (what TT-Rec's kernel does, chunked to bound
+its memory), the same once per distinct id (`dedupe`), nn.EmbeddingBag with a sparse gradient, and
+FBGEMM's TBE; the last two on the uncompressed table. They take turns on the same batches, caches
+are flushed before every call, and medians are printed. `--json` writes a list of records: method,
+batch_size, pooling, dim, rank, order, threads, isa, forward_ms, train_ms.
 
     OMP_NUM_THREADS=1 python benchmarks/embedding_bag.py --json speed.json
 """
@@ -10,6 +12,7 @@ caches are flushed before every call, and medians are printed.
 import argparse
 import functools
 import json
+import os
 import platform
 import statistics
 import time
@@ -74,6 +77,27 @@ def bmm_step(shape: TTShape) -> Step:
     return step
 
 
+def dedupe_step(shape: TTShape) -> Step:
+    cores = [torch.empty(size).requires_grad_() for size in shape.core_shapes]
+    init_cores_(cores, shape=shape)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        with torch.set_grad_enabled(train):
+            ids, inverse = torch.unique(indices, return_inverse=True)
+            rows = tt_rows(cores, ids, shape=shape)
+            output = nn.functional.embedding_bag(
+                inverse, rows, offsets, mode="sum", include_last_offset=True
+            )
+        if train:
+            output.backward(grad_output)
+            with torch.no_grad():
+                for core in cores:
+                    core.add_(core.grad, alpha=-LEARNING_RATE)
+                    core.grad = None
+
+    return step
+
+
 def embedding_bag_step(shape: TTShape) -> Step:
     module = nn.EmbeddingBag(
         shape.num_embeddings,
@@ -127,7 +151,13 @@ def tbe_step(shape: TTShape) -> Step:
     return step
 
 
-STEPS = {"tt": tt_step, "bmm": bmm_step, "embedding_bag": embedding_bag_step, "tbe": tbe_step}
+STEPS = {
+    "tt": tt_step,
+    "bmm": bmm_step,
+    "dedupe": dedupe_step,
+    "embedding_bag": embedding_bag_step,
+    "tbe": tbe_step,
+}
 
 
 @functools.cache
@@ -151,7 +181,7 @@ def make_batch(bags: int, pooling: int, *, order: str, exponent: float, dim: int
 
 
 def measure(steps: dict[str, Step], batches: list[Batch], rounds: int) -> dict[str, dict]:
-    """Returns the median milliseconds of each rival, forward and train."""
+    """Returns the median milliseconds of each method, forward and train."""
     flush = torch.ones(12 * 2**20)
     times: dict = {name: {"forward": [], "train": []} for name in steps}
     for turn in range(rounds + 1):  # the first one warms up
@@ -169,62 +199,94 @@ def measure(steps: dict[str, Step], batches: list[Batch], rounds: int) -> dict[s
     }
 
 
+def run(args: argparse.Namespace, *, shape: TTShape, size: str) -> list[dict]:
+    """Times every method at one shape and batch; prints a line each and returns the records."""
+    bags, pooling = map(int, size.split("x"))
+    steps = {name: STEPS[name](shape) for name in args.methods.split(",")}
+    batches = [
+        make_batch(bags, pooling, order=args.order, exponent=args.zipf, dim=shape.embedding_dim)
+        for _ in range(args.batches)
+    ]
+    times = measure(steps, batches, args.rounds)
+    records = []
+    for name, t in times.items():
+        ratio = t["train"] / times.get("tt", t)["train"]
+        print(
+            f"{size:>10} {shape.embedding_dim:>4} {shape.tt_ranks[0]:>4} {name:>14}"
+            f" {t['forward']:>11.2f} {t['train']:>9.2f} {ratio:>10.2f}",
+            flush=True,
+        )
+        records.append(
+            {
+                "method": name,
+                "batch_size": bags,
+                "pooling": pooling,
+                "dim": shape.embedding_dim,
+                "rank": shape.tt_ranks[0],
+                "order": args.order,
+                "threads": args.threads,
+                "isa": cpu_isa(),
+                "forward_ms": t["forward"],
+                "train_ms": t["train"],
+            }
+        )
+    return records
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bags", default="16384x1", help="BAGSxPOOLING,... (default 16384x1)")
-    parser.add_argument("--dims", default="64")
-    parser.add_argument("--ranks", default="32")
-    parser.add_argument("--row_factors", default="200,220,250")
-    parser.add_argument("--order", choices=["scattered", "popular"], default="scattered")
-    parser.add_argument("--zipf", type=float, default=1.05)
-    parser.add_argument("--rivals", default=",".join(STEPS))
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="also write the table to this file")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--bags", default="16384x1", help="BAGSxPOOLING, comma separated")
+    parser.add_argument("--dims", default="64", help="comma separated")
+    parser.add_argument("--ranks", default="32", help="comma separated")
+    parser.add_argument("--row_factors", default="200,220,250", help="of the TT table")
+    parser.add_argument(
+        "--order",
+        choices=["scattered", "popular"],
+        default="scattered",
+        help="whether an id says nothing of its popularity, or is its rank",
+    )
+    parser.add_argument("--zipf", type=float, default=1.05, help="exponent of the popularity")
+    parser.add_argument("--methods", default=",".join(STEPS), help="comma separated")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--isa", choices=["generic", "avx2", "avx512"], help="of `tt`, for a test")
+    parser.add_argument("--batches", type=int, default=4, help="different ones")
+    parser.add_argument("--rounds", type=int, default=3, help="through the batches, counted")
+    parser.add_argument("--json", help="also write the records to this file")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
+    if args.isa:
+        os.environ["TORCHREC_TT_ISA"] = args.isa  # read at the first use of an operator
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     row_factors = [int(m) for m in args.row_factors.split(",")]
-    environment = {
-        "torch": torch.__version__,
-        "isa": cpu_isa(),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }
-    print(", ".join(f"{key} {value}" for key, value in environment.items()))
-    print(f"{'bags':>10} {'dim':>4} {'rank':>4} {'rival':>14} {'forward ms':>11} {'train ms':>9}"
-          f" {'train / tt':>10}")  # fmt: skip
-    results = []
-    for dim in map(int, args.dims.split(",")):
-        for rank in map(int, args.ranks.split(",")):
+    print(
+        f"torch {torch.__version__}, {cpu_isa()}, {args.threads} threads, {platform.machine()}, "
+        f"ids {args.order}"
+    )
+    print(
+        f"{'bags':>10} {'dim':>4} {'rank':>4} {'method':>14} {'forward ms':>11} {'train ms':>9}"
+        f" {'train / tt':>10}"
+    )
+    records = []
+    for dim in args.dims.split(","):
+        for rank in args.ranks.split(","):
             shape = make_shape(
                 NUM_EMBEDDINGS,
-                dim,
-                tt_ranks=[rank] * (len(row_factors) - 1),
+                int(dim),
+                tt_ranks=[int(rank)] * (len(row_factors) - 1),
                 row_factors=row_factors,
             )
-            steps = {name: STEPS[name](shape) for name in args.rivals.split(",")}
             for size in args.bags.split(","):
-                bags, pooling = map(int, size.split("x"))
-                batches = [
-                    make_batch(bags, pooling, order=args.order, exponent=args.zipf, dim=dim)
-                    for _ in range(args.batches)
-                ]
-                times = measure(steps, batches, args.rounds)
-                for name, t in times.items():
-                    ratio = t["train"] / times.get("tt", t)["train"]
-                    print(
-                        f"{size:>10} {dim:>4} {rank:>4} {name:>14} {t['forward']:>11.2f}"
-                        f" {t['train']:>9.2f} {ratio:>10.2f}",
-                        flush=True,
-                    )
-                results.append({"bags": size, "dim": dim, "rank": rank, "ms": times})
+                records += run(args, shape=shape, size=size)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"environment": environment, "results": results}, file, indent=2)
+            json.dump(records, file, indent=2)
 
 
 if __name__ == "__main__":
