@@ -98,8 +98,8 @@ def test_two_ranks_train_both_models_and_measure_them(tmp_path):
     assert tt == {
         "t_cat_25": "row_wise",
         "t_cat_24": "table_wise",
-        "t_cat_23": "data_parallel",
-        "t_cat_22": "row_wise",
+        "t_cat_23": "table_wise",
+        "t_cat_22": "data_parallel",
     }
     low, high = metrics["auroc_interval"]
     assert low < metrics["auroc"] < high
