@@ -12,8 +12,10 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -117,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(error)
     if dist.get_rank() == 0:
         metrics = {"ranks": dist.get_world_size(), "data": args.data, **made, **metrics}
-        (args.output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         print(_summary(metrics))
+        (args.output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     dist.destroy_process_group()
 
 
@@ -141,6 +143,10 @@ def prepare(
         tt_ranks=[args.tt_rank] * (args.tt_cores - 1),
     )
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=args.output_dir):  # before hours of training, not after
+        pass
+    if dist.get_rank() == 0:
+        (args.output_dir / "metrics.json").unlink(missing_ok=True)
     if args.data != MADE:
         return configs, scan(Path(args.data)), {}
     path = args.output_dir / "made.tsv"
@@ -333,15 +339,17 @@ def _summary(metrics: dict[str, Any]) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
-    return value
+    return int(text)
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
 

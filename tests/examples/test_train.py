@@ -56,7 +56,7 @@ def errors(run):
     ("flags", "message"),
     [
         (["--num_embeddings_per_feature", "1,2"], "must have 26 entries, got 2"),
-        (["--num_embeddings_per_feature", "1,x"], "invalid"),
+        (["--num_embeddings_per_feature", "1,x"], "must be a positive integer, got x"),
         (["--tt_tables", "27"], "--tt_tables must be 1 to 26, got 27"),
         (["--dense_arch_layer_sizes", "64,8"], "must end in --embedding_dim 16, got [64, 8]"),
         (["--over_arch_layer_sizes", "64,2"], "must have two layers or more and end in 1"),
@@ -64,6 +64,8 @@ def errors(run):
         (["--batch_size", "0"], "must be a positive integer, got 0"),
         (["--learning_rate", "-1"], "must be a positive number, got -1"),
         (["--learning_rate", "nan"], "must be a positive number, got nan"),
+        (["--learning_rate", "inf"], "must be a positive number, got inf"),
+        (["--epochs", "x"], "must be a positive integer, got x"),
         (["--tt_cores", "5"], "invalid choice: 5"),
     ],
 )
@@ -124,6 +126,7 @@ def test_malformed_line_ends_the_job_with_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):
+    (tmp_path / "metrics.json").write_text("of an earlier run")
     run = train(*SMALL_FLAGS, "--learning_rate", "1e30", "--output_dir", str(tmp_path))
     assert run.returncode != 0
     (text,) = errors(run)
