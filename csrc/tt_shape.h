@@ -78,6 +78,17 @@ inline std::vector<TTShape> decode_tables(const std::vector<int64_t>& flat) {
   return tables;
 }
 
+template <typename Offset>
+void check_offsets(const Offset* offsets, int64_t num_offsets, int64_t num_indices) {
+  TT_CHECK(offsets[0] == 0, "offsets must start at 0, got ", offsets[0]);
+  for (int64_t i = 1; i < num_offsets; i++) {
+    TT_CHECK(offsets[i - 1] <= offsets[i], "offsets must not decrease, got ", offsets[i - 1],
+             " then ", offsets[i], " at position ", i);
+  }
+  TT_CHECK(offsets[num_offsets - 1] == num_indices, "offsets must end at the number of indices, ",
+           num_indices, ", got ", offsets[num_offsets - 1]);
+}
+
 // Where each feature of a call reads and writes; bags are numbered feature * batch_size + b.
 struct Features {
   std::vector<int64_t> table;   // [F] the table a feature reads

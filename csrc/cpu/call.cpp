@@ -23,11 +23,6 @@ std::vector<int64_t> read_offsets(const Tensor& tensor) {
     std::copy_n(static_cast<const int32_t*>(tensor.const_data_ptr()), offsets.size(),
                 offsets.begin());
   }
-  for (size_t i = 1; i < offsets.size(); i++) {
-    TT_CHECK(offsets[i - 1] <= offsets[i], "offsets must not decrease, got ", offsets[i - 1],
-             " then ", offsets[i], " at position ", i);
-  }
-  TT_CHECK(offsets[0] == 0, "offsets must start at 0, got ", offsets[0]);
   return offsets;
 }
 
@@ -125,8 +120,7 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
   const auto* counts = static_cast<const int64_t*>(plan_tensors[5].const_data_ptr());
   num_rows = counts[0];
   num_prefixes = counts[2];
-  TT_CHECK(offsets.back() == num_indices, "offsets must be those of the plan, ending at ",
-           num_indices, ", got ", offsets.back());
+  check_offsets(offsets.data(), static_cast<int64_t>(offsets.size()), num_indices);
   if (per_sample_weights) {
     TT_CHECK(per_sample_weights->numel() == num_indices, "per_sample_weights must have ",
              num_indices, " entries like indices, got ", per_sample_weights->numel());

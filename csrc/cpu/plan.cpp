@@ -56,17 +56,6 @@ void for_each_block(const std::vector<Block>& blocks, const F& f) {
   });
 }
 
-template <typename Offset>
-void check_offsets(const Offset* offsets, int64_t num_offsets, int64_t num_indices) {
-  TT_CHECK(offsets[0] == 0, "offsets must start at 0, got ", offsets[0]);
-  for (int64_t i = 1; i < num_offsets; i++) {
-    TT_CHECK(offsets[i - 1] <= offsets[i], "offsets must not decrease, got ", offsets[i - 1],
-             " then ", offsets[i], " at position ", i);
-  }
-  TT_CHECK(offsets[num_offsets - 1] == num_indices, "offsets must end at the number of indices, ",
-           num_indices, ", got ", offsets[num_offsets - 1]);
-}
-
 enum class CheckMode { kFatal, kReplace };
 
 // Writes each id's key; returns how many ids were out of range (they read row 0), or throws.

@@ -69,18 +69,11 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]
         weights = features.weights_or_none() if self._config.is_weighted else None
-        try:
-            return self._emb_module(
-                features.values(),
-                features.offsets(),
-                per_sample_weights=None if weights is None else weights.float(),
-            )
-        except ValueError as error:
-            raise ValueError(f"{error}{self._block_note()}") from None
-
-    def _block_note(self) -> str:
-        starts = {t.name: t.row_offset for t in self._emb_module.tables if t.row_offset}
-        return f"; ids here count from the row-wise shards' first rows {starts}" if starts else ""
+        return self._emb_module(
+            features.values(),
+            features.offsets(),
+            per_sample_weights=None if weights is None else weights.float(),
+        )
 
     # ShardedTTEmbeddingBagCollection keeps the cores in its own state dict, under `tt_cores`.
 

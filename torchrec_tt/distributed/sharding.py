@@ -15,8 +15,9 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from torchrec_tt.distributed.bounds_check import RowWiseBoundsCheck
-from torchrec_tt.distributed.embedding_kernel import TT_SHAPE, check_mode_of
+from torchrec_tt.distributed.embedding_kernel import TT_SHAPE
 from torchrec_tt.distributed.embedding_lookup import TTGroupedPooledEmbeddingsLookup
+from torchrec_tt.distributed.fused_params import check_mode_of
 from torchrec_tt.tt.shape import TTShape
 
 
