@@ -19,8 +19,12 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingE
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_tt.distributed.fused_params import check_output_dtype
-from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
-from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection, tt_configs
+from torchrec_tt.modules.embedding_configs import TTTableConfig
+from torchrec_tt.modules.embedding_modules import (
+    TTCollection,
+    TTEmbeddingBagCollection,
+    tt_configs,
+)
 
 TT_COMPUTE_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 TT_SHARDING_TYPES = (
@@ -41,18 +45,18 @@ def check_env(env: ShardingEnv) -> None:
     """Raises NotImplementedError for sharding environments that TT tables cannot join."""
     if isinstance(env, ShardingEnv2D):
         raise NotImplementedError(
-            "2D parallelism (ShardingEnv2D) is not supported by TTEmbeddingBagCollection: its "
-            "weight sync does not know Tensor-Train cores; supported is ShardingEnv"
+            "2D parallelism (ShardingEnv2D) is not supported for collections with Tensor-Train "
+            "tables: its weight sync does not know their cores; supported is ShardingEnv"
         )
     if env.output_dtensor:
         raise NotImplementedError(
-            "DTensor state dicts (ShardingEnv.output_dtensor) are not supported by "
-            "TTEmbeddingBagCollection; supported are ShardedTensor ones"
+            "DTensor state dicts (ShardingEnv.output_dtensor) are not supported for collections "
+            "with Tensor-Train tables; supported are ShardedTensor ones"
         )
 
 
 def check_plan(
-    module: TTEmbeddingBagCollection,
+    module: TTCollection,
     plan: Mapping[str, ParameterSharding],
     *,
     world_size: int,
@@ -62,13 +66,13 @@ def check_plan(
 
     Shards are placed on global ranks; without a `pg` they are those of the plan.
     """
-    configs = module.embedding_bag_configs()
+    configs = module.table_configs()
     for config in configs:
         if config.name not in plan:
             raise ValueError(
                 f"plan must have every table of the collection, got none for {config.name!r}"
             )
-        is_tt = isinstance(config, TTEmbeddingBagConfig)
+        is_tt = isinstance(config, TTTableConfig)
         if not is_tt and plan[config.name].compute_kernel == TT_COMPUTE_KERNEL:
             raise ValueError(
                 f"compute_kernel must not be {TT_COMPUTE_KERNEL!r}, the one of Tensor-Train "
@@ -78,7 +82,10 @@ def check_plan(
             check_output_dtype(plan[config.name].output_dtype, table=config.name)
     for config in tt_configs(configs):
         _check_tt_table(config, plan[config.name], world_size=world_size, pg=pg)
-    check_mean_pooling(configs, {name: p.sharding_type for name, p in plan.items()})
+    if isinstance(module, TTEmbeddingBagCollection):
+        check_mean_pooling(
+            module.embedding_bag_configs(), {name: p.sharding_type for name, p in plan.items()}
+        )
 
 
 def check_sharding_type(table: str, sharding_type: str) -> None:
@@ -136,7 +143,7 @@ def check_cache_params(table: str, cache_params: object) -> None:
 
 
 def with_tt_kernel(
-    module: TTEmbeddingBagCollection, plan: Mapping[str, ParameterSharding]
+    module: TTCollection, plan: Mapping[str, ParameterSharding]
 ) -> dict[str, ParameterSharding]:
     """Returns `plan` with TT tables on the TT kernel, whatever kernel its maker thought of.
 
@@ -149,7 +156,7 @@ def with_tt_kernel(
     return result
 
 
-def shardable_parameters(module: TTEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+def shardable_parameters(module: TTCollection) -> dict[str, nn.Parameter]:
     """Returns a parameter `[num_embeddings, D]` per table; on `meta` for TT tables.
 
     TorchRec shards tables by the shape of a weight. A TT table's stands in for rows that are
@@ -157,15 +164,15 @@ def shardable_parameters(module: TTEmbeddingBagCollection) -> dict[str, nn.Param
     """
     return {
         config.name: _logical_weight(module, config)
-        if isinstance(config, TTEmbeddingBagConfig)
-        else module.embedding_bags[config.name].weight
-        for config in module.embedding_bag_configs()
+        if isinstance(config, TTTableConfig)
+        else module.table_modules()[config.name].weight
+        for config in module.table_configs()
     }
 
 
-def _logical_weight(module: TTEmbeddingBagCollection, config: TTEmbeddingBagConfig) -> nn.Parameter:
+def _logical_weight(module: TTCollection, config: TTTableConfig) -> nn.Parameter:
     weight = nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
-    core = module.embedding_bags[config.name].tt_cores[0]
+    core = module.table_modules()[config.name].tt_cores[0]
     if hasattr(core, "_optimizer_classes"):
         weight._optimizer_classes = list(core._optimizer_classes)
         weight._optimizer_kwargs = [dict(kwargs) for kwargs in core._optimizer_kwargs]
@@ -173,7 +180,7 @@ def _logical_weight(module: TTEmbeddingBagCollection, config: TTEmbeddingBagConf
 
 
 def _check_tt_table(
-    config: TTEmbeddingBagConfig,
+    config: TTTableConfig,
     sharding: ParameterSharding,
     *,
     world_size: int,
@@ -209,9 +216,7 @@ def _check_tt_table(
         )
 
 
-def _check_shards(
-    config: TTEmbeddingBagConfig, shards: list[ShardMetadata], *, num_shards: int
-) -> None:
+def _check_shards(config: TTTableConfig, shards: list[ShardMetadata], *, num_shards: int) -> None:
     rows, columns = config.num_embeddings, config.embedding_dim
     block = -(-rows // num_shards)
     # TorchRec's input distribution cuts the ids so, whatever the plan says.

@@ -1,16 +1,21 @@
-"""TTEmbeddingBagConfig, the configuration of a table that is kept in Tensor-Train form."""
+"""The configurations of tables that are kept in Tensor-Train form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    PoolingType,
+)
 
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.init import TTInit
 from torchrec_tt.tt.shape import TTShape
 
-_DENSE_ONLY = (  # fields of EmbeddingBagConfig that speak of stored rows; a TT table has none
+_DENSE_ONLY = (  # fields of BaseEmbeddingConfig that speak of stored rows; a TT table has none
     "init_fn",
     "weight_init_max",
     "weight_init_min",
@@ -28,8 +33,8 @@ _DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's Embedd
 
 
 @dataclass
-class TTEmbeddingBagConfig(EmbeddingBagConfig):
-    """An EmbeddingBagConfig whose table is stored as Tensor-Train cores.
+class TTTableConfig(BaseEmbeddingConfig):
+    """What every configuration of a Tensor-Train table has.
 
     Args:
         tt_ranks: the inner ranks, one fewer than there are cores. Required.
@@ -37,18 +42,9 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
 
-    The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
-    describe stored rows and are refused: `tt_init` takes their place.
-
     Raises:
         ValueError: if the factors or ranks do not fit the table, or an argument has no meaning
             for a table without stored rows.
-
-    Example:
-        >>> config = TTEmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16,
-        ...                               feature_names=["f"], tt_ranks=[8, 8])
-        >>> config.tt_shape.num_cores
-        3
     """
 
     tt_ranks: Sequence[int] = field(default_factory=list)
@@ -57,7 +53,7 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     tt_init: TTInit = "sampled_gaussian"
 
     def __post_init__(self) -> None:
-        # EmbeddingBagConfig.__post_init__ only sets init_fn, which a TT table has not.
+        # BaseEmbeddingConfig.__post_init__ only sets init_fn, which a TT table has not.
         for name in ("tt_ranks", "row_factors", "col_factors"):
             value = getattr(self, name)
             if not isinstance(value, Sequence) and (name == "tt_ranks" or value is not None):
@@ -86,7 +82,6 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
                 f"tt_init must be one of {get_args(TTInit)}, "
                 f"got {self.tt_init!r} for table {self.name!r}"
             )
-        _check_pooling(self)
         self._tt_shape = make_shape(
             self.num_embeddings,
             self.embedding_dim,
@@ -98,6 +93,35 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     @property
     def tt_shape(self) -> TTShape:
         return self._tt_shape
+
+
+@dataclass
+class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
+    """An EmbeddingBagConfig whose table is stored as Tensor-Train cores.
+
+    Args:
+        tt_ranks: the inner ranks, one fewer than there are cores. Required.
+        row_factors: factors of the rows, one per core; None chooses balanced ones.
+        col_factors: factors of the columns, one per core; None chooses balanced ones.
+        tt_init: distribution the cores are drawn from.
+
+    The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
+    describe stored rows and are refused: `tt_init` takes their place.
+
+    Raises:
+        ValueError: if the factors or ranks do not fit the table, or an argument has no meaning
+            for a table without stored rows.
+
+    Example:
+        >>> config = TTEmbeddingBagConfig(name="t", num_embeddings=1000, embedding_dim=16,
+        ...                               feature_names=["f"], tt_ranks=[8, 8])
+        >>> config.tt_shape.num_cores
+        3
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pooling(self)
 
 
 def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> None:

@@ -1,10 +1,16 @@
-"""TTEmbeddingBagCollection: pooled tables, some of them in Tensor-Train form."""
+"""Collections of tables, some of them in Tensor-Train form."""
 
+import abc
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    pooling_type_to_str,
+)
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -15,12 +21,68 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
-from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig, check_tables
+from torchrec_tt.modules.embedding_configs import (
+    TTEmbeddingBagConfig,
+    TTTableConfig,
+    check_tables,
+)
 from torchrec_tt.tt.init import init_cores_, table_generator
 from torchrec_tt.tt.shape import TTShape
 
 
-class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerModule):
+class TTCollection(FusedOptimizerModule):
+    """What collections have in common in which tables may be Tensor-Train tables.
+
+    `tables_name` is the name of the ModuleDict that holds the tables, as in TorchRec's collection
+    of the same kind; the tables' state dict keys begin with it.
+    """
+
+    tables_name: ClassVar[str]
+    _device: torch.device
+
+    @abc.abstractmethod
+    def table_configs(self) -> Sequence[BaseEmbeddingConfig]:
+        """Returns the configurations of all tables, in order."""
+
+    def table_modules(self) -> nn.ModuleDict:
+        """Returns the tables by name; a TT table has `tt_cores`, a regular one `weight`."""
+        return getattr(self, self.tables_name)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def tt_shapes(self) -> dict[str, TTShape]:
+        """Shapes of the Tensor-Train tables by table name."""
+        return {t.name: t.tt_shape for t in tt_configs(self.table_configs())}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws every table anew; TT tables get the values that their name and seed say."""
+        if self._device.type == "meta":
+            return
+        for config in self.table_configs():
+            table = self.table_modules()[config.name]
+            if isinstance(config, TTTableConfig):
+                reset_cores_(table.tt_cores, config=config, seed=torch.initial_seed())
+            else:
+                config.init_fn(table.weight)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Raises: DistributedModelParallel asks for it where it left this collection unsharded.
+
+        Without this the tables would be replicated on every rank without a word.
+        """
+        raise ValueError(
+            f"sharders must have a {type(self).__name__}Sharder and the plan must have every "
+            f"{type(self).__name__}, got one that DistributedModelParallel left unsharded, "
+            f"with the Tensor-Train tables {list(self.tt_shapes)}"
+        )
+
+
+class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollectionInterface):
     """An EmbeddingBagCollection in which tables may be Tensor-Train tables.
 
     Drop-in for torchrec's EmbeddingBagCollection: KeyedJaggedTensor in, KeyedTensor out, the same
@@ -51,6 +113,8 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerMo
         >>> ebc(kjt).values().shape
         torch.Size([2, 16])
     """
+
+    tables_name = "embedding_bags"
 
     def __init__(
         self,
@@ -107,43 +171,13 @@ class TTEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimizerMo
     def is_weighted(self) -> bool:
         return self._is_weighted
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def tt_shapes(self) -> dict[str, TTShape]:
-        """Shapes of the Tensor-Train tables by table name."""
-        return {t.name: t.tt_shape for t in tt_configs(self._embedding_bag_configs)}
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws every table anew; TT tables get the values that their name and seed say."""
-        if self._device.type == "meta":
-            return
-        for table in self._embedding_bag_configs:
-            bag = self.embedding_bags[table.name]
-            if isinstance(table, TTEmbeddingBagConfig):
-                reset_cores_(bag.tt_cores, config=table, seed=torch.initial_seed())
-            else:
-                table.init_fn(bag.weight)
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """Raises: DistributedModelParallel asks for it where it left this collection unsharded.
-
-        Without this the tables would be replicated on every rank without a word.
-        """
-        raise ValueError(
-            f"sharders must have a TTEmbeddingBagCollectionSharder and the plan must have every "
-            f"TTEmbeddingBagCollection, got one that DistributedModelParallel left unsharded, "
-            f"with the Tensor-Train tables {list(self.tt_shapes)}"
-        )
+    def table_configs(self) -> list[EmbeddingBagConfig]:
+        return self._embedding_bag_configs
 
 
-def tt_configs(tables: Sequence[EmbeddingBagConfig]) -> list[TTEmbeddingBagConfig]:
+def tt_configs(tables: Sequence[BaseEmbeddingConfig]) -> list[TTTableConfig]:
     """Returns those of `tables` that are Tensor-Train tables."""
-    return [table for table in tables if isinstance(table, TTEmbeddingBagConfig)]
+    return [table for table in tables if isinstance(table, TTTableConfig)]
 
 
 def check_one_batch_size(features: KeyedJaggedTensor) -> None:
@@ -159,7 +193,7 @@ def check_one_batch_size(features: KeyedJaggedTensor) -> None:
 def reset_cores_(
     cores: Sequence[Tensor],  # d of [m_k, r_k * n_k * r_{k+1}]
     *,
-    config: TTEmbeddingBagConfig,
+    config: TTTableConfig,
     seed: int,
 ) -> None:
     """Draws a table's cores in place; the values depend on its name and `seed`, not the device."""

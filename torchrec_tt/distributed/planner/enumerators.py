@@ -15,8 +15,8 @@ from torchrec_tt.distributed.sharding_plan import (
     check_cache_params,
     check_sharding_type,
 )
-from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
-from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
+from torchrec_tt.modules.embedding_configs import TTTableConfig
+from torchrec_tt.modules.embedding_modules import TTCollection
 
 
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
@@ -36,7 +36,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         Raises:
             ValueError: if a constraint asks of a TT table what it cannot have.
         """
-        collections = [m for m in module.modules() if isinstance(m, TTEmbeddingBagCollection)]
+        collections = [m for m in module.modules() if isinstance(m, TTCollection)]
         self._check_constraints(sorted({name for m in collections for name in m.tt_shapes}))
         return super().enumerate(module, sharders)
 
@@ -60,9 +60,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
 
         Tables of different collections may have the same name.
         """
-        configs = (
-            module.embedding_bag_configs() if isinstance(module, TTEmbeddingBagCollection) else []
-        )
+        configs = module.table_configs() if isinstance(module, TTCollection) else []
         self._config = next((c for c in configs if c.name == parameter), None)  # None: stock module
         return super()._get_num_buckets(parameter, module)
 
@@ -71,7 +69,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     ) -> list[str]:
         constraints = (self._constraints or {}).get(name)
         asked = (constraints and constraints.sharding_types) or []
-        if isinstance(self._config, TTEmbeddingBagConfig):
+        if isinstance(self._config, TTTableConfig):
             types = [t for t in TT_SHARDING_TYPES if not asked or t in asked]
         else:
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
@@ -79,13 +77,13 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             return types
         if self._config.pooling == PoolingType.MEAN:
             return [t for t in types if t not in ROW_SPLITTING_TYPES]
-        if not isinstance(self._config, TTEmbeddingBagConfig) and self._compute_device == "cpu":
+        if not isinstance(self._config, TTTableConfig) and self._compute_device == "cpu":
             return [t for t in types if t != ShardingType.ROW_WISE.value]
         return types
 
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        if isinstance(self._config, TTEmbeddingBagConfig):
+        if isinstance(self._config, TTTableConfig):
             return [TT_COMPUTE_KERNEL]
         return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)

@@ -14,7 +14,7 @@ from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
 from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
 from torchrec_tt.distributed.sharding_plan import check_plan
-from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
+from torchrec_tt.modules.embedding_modules import TTCollection
 
 
 class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
@@ -27,7 +27,7 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         """Returns the best plan.
 
         Raises:
-            ValueError: if no sharder shards TTEmbeddingBagCollection, or a constraint or the
+            ValueError: if no sharder shards a TT collection, or a constraint or the
                 sharder's `fused_params` ask for what a TT table cannot have.
             PlannerError: if nothing fits, as TorchRec's planner.
         """
@@ -105,8 +105,8 @@ def tt_planner(
     )
 
 
-def _collections(module: nn.Module) -> list[tuple[str, TTEmbeddingBagCollection]]:
-    return [(n, m) for n, m in module.named_modules() if isinstance(m, TTEmbeddingBagCollection)]
+def _collections(module: nn.Module) -> list[tuple[str, TTCollection]]:
+    return [(n, m) for n, m in module.named_modules() if isinstance(m, TTCollection)]
 
 
 def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
@@ -115,7 +115,7 @@ def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]])
         if type(collection) not in known:
             raise ValueError(
                 f"sharders must have one for {type(collection).__name__} "
-                f"(TTEmbeddingBagCollectionSharder) as module {path!r} has Tensor-Train tables, "
+                f"({type(collection).__name__}Sharder) as module {path!r} has Tensor-Train tables, "
                 f"got {[type(sharder).__name__ for sharder in sharders]}"
             )
         if collection.tt_shapes:

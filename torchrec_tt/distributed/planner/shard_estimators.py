@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
-from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
+from torchrec_tt.modules.embedding_modules import TTCollection
 from torchrec_tt.tt.cost import (
     core_bytes,
     expected_unique,
@@ -45,9 +45,7 @@ FLOPS_PER_MS = {"cpu": 3e7, "cuda": 1e10, "mtia": 1e10}
 def tt_shape_of(option: ShardingOption) -> TTShape | None:
     """Returns the shape of the option's table, None for a regular one."""
     module = option.module[1]
-    return (
-        module.tt_shapes.get(option.name) if isinstance(module, TTEmbeddingBagCollection) else None
-    )
+    return module.tt_shapes.get(option.name) if isinstance(module, TTCollection) else None
 
 
 class _TTEstimator(ShardEstimator):

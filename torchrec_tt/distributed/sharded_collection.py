@@ -1,0 +1,253 @@
+"""What sharded collections with Tensor-Train tables have in common: the cores and their state."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.fused import EmptyFusedOptimizer
+
+from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
+from torchrec_tt.distributed.fused_optimizer import core_optimizer_config, one_owner_tensor
+from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
+from torchrec_tt.distributed.sharding_plan import (
+    check_env,
+    check_plan,
+    shardable_parameters,
+    with_tt_kernel,
+)
+from torchrec_tt.modules.embedding_modules import TTCollection, reset_cores_, tt_configs
+from torchrec_tt.tt.shape import TTShape
+
+
+class ShardedTTCollection(nn.Module):
+    """Goes before TorchRec's sharded collection of a kind, and adds the cores of TT tables to it.
+
+    A TT table's cores are whole on every rank that holds a shard of it: on one rank for
+    TABLE_WISE, on all for ROW_WISE and DATA_PARALLEL. In the state dict, under
+    `<tables_name>.<table>.tt_cores.<k>` as unsharded, cores with one owner are ShardedTensors
+    and replicated cores plain tensors.
+
+    `tables_name` is that of the unsharded collection, `configs_name` the attribute in which
+    TorchRec keeps the tables' configurations.
+
+    Raises:
+        ValueError: if the plan or `fused_params` ask for what a TT table cannot have; the same
+            on every rank, before any collective.
+        NotImplementedError: for 2D parallelism and DTensor state dicts.
+    """
+
+    tables_name: ClassVar[str]
+    configs_name: ClassVar[str]
+    _owned_cores: dict[str, ShardedTensor] | None = None  # None until the cores are registered
+
+    def __init__(
+        self,
+        module: TTCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_env(env)
+        check_plan(
+            module,
+            table_name_to_parameter_sharding,
+            world_size=env.world_size,
+            pg=env.process_group,
+        )
+        if module.tt_shapes:
+            check_fused_params(fused_params)
+        plan = with_tt_kernel(module, table_name_to_parameter_sharding)
+        super().__init__(module, plan, env, fused_params, device, **kwargs)
+        if self._owned_cores is not None and module.device.type != "meta":
+            self._copy_cores_from_rank_0(module)
+
+    def reset_parameters(self) -> None:
+        """Draws every table anew, TT tables as the unsharded collection does."""
+        configs = self._configs()
+        try:  # the stock method wants a `weight` of every table
+            setattr(self, self.configs_name, _regular_configs(configs))
+            super().reset_parameters()
+        finally:
+            setattr(self, self.configs_name, configs)
+        if self._owned_cores is not None:
+            self._reset_cores()
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        super()._initialize_torch_state(skip_registering)
+        owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
+        owned: dict[str, ShardedTensor] = {}
+        for config in tt_configs(self._configs()):
+            kernel = owners.get(config.name)
+            cores = kernel.cores(config.name) if kernel else None
+            owned.update(self._register_cores(config.name, cores))
+        self._owned_cores = owned
+        if not skip_registering:
+            self._register_state_dict_hook(_put_owned_cores)
+            self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
+        self._reset_cores()
+
+    def _configs(self) -> Sequence[BaseEmbeddingConfig]:
+        return getattr(self, self.configs_name)
+
+    def _tables(self) -> nn.ModuleDict:
+        return getattr(self, self.tables_name)
+
+    def _tt_kernels(self) -> Iterator[TTBatchedDenseEmbeddingBag]:
+        for lookup in self._lookups:
+            unwrapped = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            for kernel in unwrapped._emb_modules:
+                if isinstance(kernel, TTBatchedDenseEmbeddingBag):
+                    yield kernel
+
+    def _register_cores(
+        self, table: str, cores: nn.ParameterList | None
+    ) -> dict[str, ShardedTensor]:
+        """Puts `cores` (None on ranks without the table) where the unsharded module has them.
+
+        Returns those that have one owner, by state dict key.
+        """
+        shapes = self._table_name_to_config[table].tt_shape.core_shapes
+        registered = nn.ParameterList(cores or [_placeholder(self._device) for _ in shapes])
+        self._tables()[table].tt_cores = registered
+        sharding = self.module_sharding_plan[table]
+        if sharding.sharding_type != ShardingType.TABLE_WISE.value:
+            return {}
+        return {
+            f"{self.tables_name}.{table}.tt_cores.{k}": one_owner_tensor(
+                cores[k] if cores else None,
+                size=torch.Size(shape),
+                placement=sharding.sharding_spec.shards[0].placement,
+                pg=self._env.process_group,
+            )
+            for k, shape in enumerate(shapes)
+        }
+
+    def _reset_cores(self) -> None:
+        if self._device is not None and self._device.type == "meta":
+            return
+        seed = [torch.initial_seed()]
+        _broadcast_from_rank_0(seed, pg=self._env.process_group)
+        for config in tt_configs(self._configs()):
+            cores = self._tables()[config.name].tt_cores
+            if cores[0].numel():
+                reset_cores_(cores, config=config, seed=seed[0])
+
+    @torch.no_grad()
+    def _copy_cores_from_rank_0(self, module: TTCollection) -> None:
+        pg = self._env.process_group
+        for table in module.tt_shapes:
+            own = self._tables()[table].tt_cores
+            for core, source in zip(own, module.table_modules()[table].tt_cores, strict=True):
+                values = source.detach().to(core.device, copy=True)
+                dist.broadcast(values, src=dist.get_global_rank(pg, 0), group=pg)
+                if core.numel():
+                    core.copy_(values)
+
+
+def tell_shapes(
+    infos_by_type: Mapping[str, Sequence[EmbeddingShardingInfo]], shapes: Mapping[str, TTShape]
+) -> None:
+    """Notes each TT table's shape in its sharding info, and checks what its kernel will read."""
+    for sharding_type, infos in infos_by_type.items():
+        for info in infos:
+            if info.embedding_config.name not in shapes:
+                continue
+            info.param._tt_shape = shapes[info.embedding_config.name]
+            info.fused_params = {  # TorchRec groups tables by them, so they must hash
+                k: tuple(v) if isinstance(v, list) else v for k, v in info.fused_params.items()
+            }
+            check_mode_of(info.fused_params)
+            if sharding_type != ShardingType.DATA_PARALLEL.value:
+                core_optimizer_config(info.fused_params)
+
+
+def shapes_of(sharding_infos: Sequence[EmbeddingShardingInfo]) -> dict[str, TTShape]:
+    """Returns the shapes that `tell_shapes` noted, by table name."""
+    return {
+        info.embedding_config.name: info.param._tt_shape
+        for info in sharding_infos
+        if hasattr(info.param, "_tt_shape")
+    }
+
+
+class LogicalWeights:
+    """A collection as `create_grouped_sharding_infos` reads it: every table with a weight."""
+
+    def __init__(self, module: TTCollection) -> None:
+        self._module = module
+        self._weights = {
+            f"{module.tables_name}.{table}.weight": weight
+            for table, weight in shardable_parameters(module).items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)  # configurations, names and settings
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._weights.items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._weights)
+
+
+def _regular_configs(configs: Sequence[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
+    tt = {config.name for config in tt_configs(configs)}
+    return [config for config in configs if config.name not in tt]
+
+
+def _placeholder(device: torch.device | None) -> nn.Parameter:
+    """A core on a rank without its table, hidden from dense optimizers as TorchRec's are."""
+    parameter = nn.Parameter(torch.empty(0, device=device))
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+    return parameter
+
+
+def _broadcast_from_rank_0(objects: list[Any], *, pg: dist.ProcessGroup) -> None:
+    if dist.get_world_size(pg) > 1:
+        dist.broadcast_object_list(objects, src=dist.get_global_rank(pg, 0), group=pg)
+
+
+def _put_owned_cores(
+    module: ShardedTTCollection, destination: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """State dict hook: cores with one owner leave as ShardedTensors."""
+    for key, sharded in (module._owned_cores or {}).items():
+        destination[prefix + key] = sharded
+
+
+def _take_local_cores(
+    module: ShardedTTCollection, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Load hook: ShardedTensors and whole cores become what this rank keeps of them.
+
+    Sizes are checked here, as ranks without the core would load any.
+    """
+    for config in tt_configs(module._configs()):
+        for k, core in enumerate(module._tables()[config.name].tt_cores):
+            key = f"{prefix}{module.tables_name}.{config.name}.tt_cores.{k}"
+            value = state_dict.get(key)
+            if value is None:
+                continue
+            shape = config.tt_shape.core_shapes[k]
+            size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+            if tuple(size) != shape:
+                raise ValueError(f"{key} must have the size {shape}, got {tuple(size)}")
+            if not core.numel():
+                state_dict[key] = torch.empty(0)
+            elif isinstance(value, ShardedTensor):
+                shards = value.local_shards()
+                if len(shards) != 1 or shards[0].tensor.shape != core.shape:
+                    raise ValueError(
+                        f"{key} must be a whole core on this rank, got a ShardedTensor placed for "
+                        "another plan: load it through torch.distributed.checkpoint"
+                    )
+                state_dict[key] = shards[0].tensor
