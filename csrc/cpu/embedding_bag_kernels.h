@@ -24,7 +24,7 @@ template <typename T>
 static void transpose_last(const TableView<T>& t, int64_t begin, int64_t end, T* out) {
   for (int64_t i = begin; i < end; i++) {
     transpose_slice(t.last + i * t.rank * t.n_last, t.rank, t.ld_rank, t.n_last,
-                    out + i * t.padded_last_size());
+                    out + (i - begin) * t.padded_last_size());
   }
 }
 

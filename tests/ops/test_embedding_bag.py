@@ -57,6 +57,26 @@ def test_weighted_output_and_gradients_equal_the_dense_table(name, pooling):
     assert_equals_dense(make_lookup(name, pooling=pooling), dtype=torch.float32, weighted=True)
 
 
+def test_a_long_last_factor_of_which_most_is_read_equals_the_dense_table():
+    shape = TTShape(
+        num_embeddings=2100,
+        embedding_dim=8,
+        row_factors=(3, 1, 700),
+        col_factors=(2, 2, 2),
+        tt_ranks=(3, 5),
+    )
+    lookup = Lookup([TTTable(name="t", shape=shape)])
+    cores = make_cores(lookup)
+    batch = Batch.draw(lookup, batch_size=400)
+    output = embedding_bag(batch.indices, batch.offsets, cores=cores, lookup=lookup)
+    expected = dense_lookup(cores, batch, lookup=lookup)
+    assert_close(output, expected)
+    cotangent = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, cores, cotangent)
+    for grad, right in zip(torch.autograd.grad(output, cores, cotangent), wanted, strict=True):
+        assert_close(grad, right)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_batch_of_different_tables_with_shared_features_equals_the_dense_tables(weighted):
     lookup = make_lookup(*MIXED, num_features=3)
