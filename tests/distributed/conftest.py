@@ -17,3 +17,11 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Ranks]:
+    """Two nodes of two ranks each."""
+    ranks = Ranks(4, local_world_size=2)
+    yield ranks
+    ranks.stop()

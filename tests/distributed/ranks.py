@@ -21,10 +21,11 @@ START_SECONDS = 120
 
 
 class Ranks:
-    """`world_size` processes; started at the first `run`."""
+    """`world_size` processes, `local_world_size` to a node; started at the first `run`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, local_world_size: int | None = None) -> None:
         self.world_size = world_size
+        self.local_world_size = local_world_size or world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -54,7 +55,7 @@ class Ranks:
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
-            args = (rank, self.world_size, store, theirs)
+            args = (rank, self.world_size, self.local_world_size, store, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -62,8 +63,8 @@ class Ranks:
             self._pipes.append(pipe)
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: Connection) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", module="torchrec_tt")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
@@ -40,10 +41,16 @@ from torchrec_tt import TTEmbeddingBagCollectionSharder
 
 pytestmark = pytest.mark.slow
 
-TW, RW, DP = (
+TW, RW, DP, TWRW = (
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
     ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_ROW_WISE.value,
+)
+CW, TWCW, GRID = (
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
 )
 
 
@@ -98,7 +105,7 @@ def test_sharded_training_equals_unsharded(
     two_ranks.run(train_both, {"t0": types[0], "t1": types[1]}, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "row_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", [CW, TWCW, RW, DP])
 def test_regular_tables_keep_every_stock_type_beside_tt_tables(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(train_both, {"t0": TW, "t1": RW, "r0": kind, "r1": TW})
 
@@ -161,28 +168,43 @@ def test_u21_a_rank_with_batch_size_0_gets_an_empty_output(two_ranks: Ranks) -> 
     assert two_ranks.run(table_wise_with_an_empty_rank) == [(BATCH_SIZE, 64), (0, 64)]
 
 
-def replicas_after_20_steps(rank: int, optimizer: str) -> list[Tensor]:
-    model, optimizers = sharded(unsharded(), {"t0": RW, "t1": DP}, optimizer=optimizer)
-    size = 2 * BATCH_SIZE
+def replicas_after_20_steps(rank: int, optimizer: str, kind: str) -> list[Tensor]:
+    model, optimizers = sharded(unsharded(), {"t0": kind, "t1": DP}, optimizer=optimizer)
+    size = dist.get_world_size() * BATCH_SIZE
     for batch in batches(20, size=size):
         features = kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
         optimizers.zero_grad()
         model(features).square().mean().backward()
         optimizers.step()
-    state = {k: v for k, v in model.state_dict().items() if "tt_cores" in k}
+    cores = [p.detach() for k, p in model.named_parameters() if "tt_cores" in k and p.numel()]
     states = model.fused_optimizer.state_dict()["state"]
-    sums = [s["sum"] for k, s in states.items() if "tt_cores" in k and s]
-    assert len(state) == 5
-    assert len(sums) == (3 if optimizer == "adagrad" else 0)
-    return [*state.values(), *sums]
+    sums = [local_part(s["sum"]) for k, s in states.items() if "tt_cores" in k and s]
+    assert len(sums) == (len(cores) - 2 if optimizer == "adagrad" else 0)
+    return [*cores, *sums]
+
+
+def local_part(value: Tensor | ShardedTensor) -> Tensor:
+    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+
+
+def assert_bitwise_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_replicas_are_bitwise_equal_after_20_steps(two_ranks: Ranks, optimizer: str) -> None:
-    first, second = two_ranks.run(replicas_after_20_steps, optimizer)
-    for a, b in zip(first, second, strict=True):
-        assert a.isfinite().all()
-        assert torch.equal(a, b)
+    first, second = two_ranks.run(replicas_after_20_steps, optimizer, RW)
+    assert len(first) == (8 if optimizer == "adagrad" else 5)
+    assert_bitwise_equal(first, second)
+
+
+def test_replicas_of_a_node_are_bitwise_equal_after_20_steps(two_nodes: Ranks) -> None:
+    on_ranks = two_nodes.run(replicas_after_20_steps, "adagrad", TWRW)
+    assert sorted(len(values) for values in on_ranks) == [2, 2, 8, 8]  # t0 is on one node
+    assert_bitwise_equal(on_ranks[0], on_ranks[1])
+    assert_bitwise_equal(on_ranks[2], on_ranks[3])
 
 
 def pooled_f3(model: DistributedModelParallel, features: KeyedJaggedTensor) -> Tensor:  # [B, 8]
@@ -339,14 +361,26 @@ def test_a_bounds_check_mode_without_a_check_is_refused(one_rank: Ranks) -> None
     assert "bounds_check_mode must be one of ['FATAL', 'WARNING', 'IGNORE']" in message
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_u83_more_ranks_train_as_the_unsharded(world_size: int) -> None:
-    ranks = Ranks(world_size)
+def test_three_ranks_train_as_the_unsharded() -> None:
+    ranks = Ranks(3)
     try:
         ranks.run(train_both, {"t0": RW, "t1": TW, "r0": RW}, "adagrad")
         ranks.run(train_both, {"t0": DP, "t1": RW}, "sgd")
     finally:
         ranks.stop()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_two_nodes_train_as_the_unsharded(two_nodes: Ranks, optimizer: str) -> None:
+    for kinds in [(TWRW, TWRW), (TWRW, RW), (TW, TWRW), (DP, TWRW), (RW, DP)]:
+        two_nodes.run(train_both, dict(zip(["t0", "t1"], kinds, strict=True)), optimizer)
+
+
+def test_regular_tables_keep_every_stock_type_beside_tt_tables_of_two_nodes(
+    two_nodes: Ranks,
+) -> None:
+    for kinds in [(TW, CW), (RW, TWCW), (DP, TWRW), (TWRW, GRID), (GRID, DP)]:
+        two_nodes.run(train_both, {"t0": TWRW, "t1": RW, "r0": kinds[0], "r1": kinds[1]})
 
 
 def test_a_single_rank_trains_as_the_unsharded(one_rank: Ranks) -> None:

@@ -13,6 +13,7 @@ from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 from torchrec.distributed.types import (
@@ -50,14 +51,16 @@ def collection(pooling: PoolingType = PoolingType.SUM) -> TTEmbeddingBagCollecti
     return TTEmbeddingBagCollection(tables(pooling), device="meta")
 
 
-def hand_made(ebc: TTEmbeddingBagCollection, **generators: Any) -> dict[str, ParameterSharding]:
-    """A plan for 2 ranks; tables that are not named are table-wise on rank 0."""
+def hand_made(
+    ebc: TTEmbeddingBagCollection, *, world_size: int = 2, **generators: Any
+) -> dict[str, ParameterSharding]:
+    """A plan for nodes of 2 ranks; tables that are not named are table-wise on rank 0."""
     return construct_module_sharding_plan(
         ebc,
         {c.name: generators.get(c.name, table_wise(rank=0)) for c in ebc.embedding_bag_configs()},
         sharder=TTEmbeddingBagCollectionSharder(),
         local_size=2,
-        world_size=2,
+        world_size=world_size,
         device_type="cpu",
     )
 
@@ -78,14 +81,12 @@ def test_tt_tables_are_moved_to_the_tt_kernel_and_regular_ones_are_not() -> None
     assert plan["t0"].compute_kernel != TT_COMPUTE_KERNEL  # the caller's plan stays as it was
 
 
-@pytest.mark.parametrize(
-    "kind", ["column_wise", "table_column_wise", "table_row_wise", "grid_shard", "no_such_type"]
-)
+@pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "grid_shard", "no_such_type"])
 def test_other_sharding_types_are_refused_by_table_and_allowed_types(kind: str) -> None:
     ebc = collection()
     plan = hand_made(ebc)
     plan["t0"].sharding_type = kind
-    message = f"data_parallel.*table_wise.*row_wise.*got '{kind}' for table 't0'"
+    message = f"data_parallel.*table_wise.*row_wise.*table_row_wise.*got '{kind}' for table 't0'"
     with pytest.raises(ValueError, match=message):
         check_plan(ebc, plan, world_size=2)
     plan["t0"].sharding_type = ShardingType.TABLE_WISE.value
@@ -162,6 +163,23 @@ def test_ranks_of_a_row_wise_table_must_be_all_ranks_in_order(ranks: Any) -> Non
     plan["t1"].ranks = ranks
     with pytest.raises(ValueError, match=r"ranks must be all ranks in order .*table 't1', got"):
         check_plan(ebc, plan, world_size=2)
+
+
+@pytest.mark.parametrize("ranks", [None, [0], [1, 0], [1, 2], [0, 1, 2, 3]])
+def test_ranks_of_a_table_row_wise_table_must_be_those_of_one_node(ranks: Any) -> None:
+    ebc = collection()
+    plan = hand_made(ebc, world_size=4, t1=table_row_wise(host_index=1))
+    check_plan(ebc, plan, world_size=4, local_world_size=2)
+    plan["t1"].ranks = ranks
+    with pytest.raises(ValueError, match=r"ranks must be the 2 ranks of one node .*table 't1'"):
+        check_plan(ebc, plan, world_size=4, local_world_size=2)
+
+
+def test_a_node_that_is_not_whole_has_no_table_row_wise_tables() -> None:
+    ebc = collection()
+    plan = hand_made(ebc, world_size=4, t1=table_row_wise(host_index=1))
+    with pytest.raises(ValueError, match=r"ranks must be the 2 ranks of one node in order of 3"):
+        check_plan(ebc, plan, world_size=3, local_world_size=2)
 
 
 def test_shards_placed_elsewhere_than_on_their_ranks_are_refused() -> None:

@@ -28,10 +28,11 @@ from tests.distributed.toy_model import (
 
 pytestmark = pytest.mark.slow
 
-TW, RW, DP = (
+TW, RW, DP, TWRW = (
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
     ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_ROW_WISE.value,
 )
 KINDS = (TW, RW, DP)
 
@@ -104,6 +105,37 @@ def test_dcp_moves_optimizer_state_between_model_parallel_plans(
     two_ranks: Ranks, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:
     assert two_ranks.run(move_by_dcp, str(tmp_path), kinds, tuple(reversed(kinds))) == [5, 5]
+
+
+@pytest.mark.parametrize("kinds", [(TWRW, TW), (RW, TWRW), (TW, RW)])
+def test_dcp_moves_cores_and_optimizer_state_to_and_from_nodes(
+    two_nodes: Ranks, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    target = (TWRW, TWRW)
+    for source, where in ((kinds, target), (target, kinds)):
+        folder = str(tmp_path / "-".join(source))
+        for num_states in two_nodes.run(move_by_dcp, folder, source, where):
+            assert num_states == 5
+
+
+def replicas_after_load(rank: int, folder: str) -> list[Tensor]:
+    """Loads into the state dict's own tensors alone, with no `load_state_dict` after it."""
+    model, _ = trained(rank, (TWRW, TWRW))
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    other, _ = sharded(unsharded(seed=5), {"t0": TWRW, "t1": TWRW}, optimizer="adagrad")
+    dcp.load(other.state_dict(), checkpoint_id=folder)
+    after = dict(other.named_parameters())
+    for key, value in model.named_parameters():
+        assert "tt_cores" not in key or torch.equal(value, after[key]), key
+    return [p.detach() for key, p in after.items() if "tt_cores" in key and p.numel()]
+
+
+def test_dcp_load_fills_every_replica_of_a_node_in_place(two_nodes: Ranks, tmp_path: Path) -> None:
+    values = two_nodes.run(replicas_after_load, str(tmp_path))
+    assert sum(map(len, values)) == 10
+    for first, second in (values[:2], values[2:]):
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
 
 
 def kinds_of_values(rank: int, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:

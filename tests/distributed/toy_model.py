@@ -9,6 +9,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
@@ -129,7 +130,11 @@ def plan_for(
     model: nn.Module, sharding_types: Mapping[str, str], sharders: list[Any]
 ) -> ShardingPlan:
     world_size = dist.get_world_size()
-    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
+    topology = Topology(
+        world_size=world_size,
+        local_world_size=get_local_size(world_size),
+        compute_device="cpu",
+    )
     constraints = {
         name: ParameterConstraints(sharding_types=[kind]) for name, kind in sharding_types.items()
     }
@@ -187,11 +192,14 @@ def kjt(
 
 
 def full_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict with every ShardedTensor whole, on every rank."""
+    """The state dict with every ShardedTensor whole, on every rank.
+
+    Where several ranks say that they have the same part, they must have the same values.
+    """
     result = {}
     for key, value in state_dict.items():
         if isinstance(value, ShardedTensor):
-            whole = torch.zeros(value.size())
+            whole, count = torch.zeros(value.size()), torch.zeros(value.size())
             for shard in value.local_shards():
                 where = [
                     slice(o, o + n)
@@ -200,8 +208,10 @@ def full_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
                     )
                 ]
                 whole[where] = shard.tensor.detach()
+                count[where] = 1
             dist.all_reduce(whole)
-            result[key] = whole
+            dist.all_reduce(count)
+            result[key] = whole / count  # exact: one rank, or two with equal values
         else:
             result[key] = value.detach().clone()
     return result

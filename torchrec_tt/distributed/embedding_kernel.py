@@ -29,7 +29,8 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         config: the tables of the kernel; each one's `fused_params` hold its TTShape.
         pg: the ranks that share the tables.
         device: where the cores live.
-        sharding_type: ROW_WISE where the kernel answers for a block of rows, else None.
+        sharding_type: ROW_WISE or TABLE_ROW_WISE where the kernel answers for a block of rows,
+            else None.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         self._pg = pg
         pooling = pooling_type_to_pooling_mode(config.pooling, sharding_type)  # SUM if row-wise
         self._emb_module = TTTableBatchedEmbeddingBags(
-            [_tt_table(t, sharding_type=sharding_type) for t in config.embedding_tables],
+            [_tt_table(table) for table in config.embedding_tables],
             pooling="mean" if pooling.name == "MEAN" else "sum",
             check_mode=check_mode_of(config.fused_params or {}),
             optimizer=optimizer,
@@ -101,6 +102,9 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
     A table-wise table has one owner. A row-wise table's cores are replicated on the ranks of its
     blocks; backward sums their gradients over these ranks, one all-reduce for all tables of the
     kernel, and every replica takes the same step.
+
+    Args:
+        replica_pg: the ranks that hold the same cores; None where each table has one owner.
     """
 
     def __init__(
@@ -110,23 +114,24 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
         pg: dist.ProcessGroup | None,
         device: torch.device | None,
         sharding_type: ShardingType | None,
+        replica_pg: dist.ProcessGroup | None = None,
     ) -> None:
-        is_replicated = sharding_type == ShardingType.ROW_WISE
-        reduces = is_replicated and dist.get_world_size(pg) > 1
+        reduces = replica_pg is not None and dist.get_world_size(replica_pg) > 1
         super().__init__(
             config,
             pg=pg,
             device=device,
             sharding_type=sharding_type,
             optimizer=core_optimizer_config(config.fused_params),
-            reduce_gradients=_sum_over(pg) if reduces else None,
+            reduce_gradients=_sum_over(replica_pg) if reduces else None,
         )
         params = {
             f"{table.name}.tt_cores.{k}": core
             for table in config.embedding_tables
             for k, core in enumerate(self.cores(table.name))
         }
-        owned = {} if is_replicated else _placements(config, params)
+        is_everywhere = sharding_type == ShardingType.ROW_WISE
+        owned = {} if is_everywhere else _placements(config, params)
         assert self._emb_module.optimizer is not None
         self._optim = TTFusedOptimizer(
             self._emb_module.optimizer, params=params, owned=owned, pg=pg
@@ -137,10 +142,10 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
         return self._optim
 
 
-def _tt_table(table: ShardedEmbeddingTable, *, sharding_type: ShardingType | None) -> TTTable:
+def _tt_table(table: ShardedEmbeddingTable) -> TTTable:
     block: dict[str, int] = {}
-    if sharding_type == ShardingType.ROW_WISE:
-        shard = table.local_metadata
+    shard = table.local_metadata
+    if shard is not None:
         block = {"row_offset": shard.shard_offsets[0], "num_rows": shard.shard_sizes[0]}
     return TTTable(
         name=table.name,
@@ -151,11 +156,8 @@ def _tt_table(table: ShardedEmbeddingTable, *, sharding_type: ShardingType | Non
 
 
 def _placements(config: GroupedEmbeddingConfig, params: dict[str, nn.Parameter]) -> dict[str, Any]:
-    """Placement of every core, by name, of tables that have one owner."""
-    placement = {
-        table.name: table.global_metadata.shards_metadata[0].placement
-        for table in config.embedding_tables
-    }
+    """Placement of every core, by name, on this rank, be it one of several with the core."""
+    placement = {table.name: table.local_metadata.placement for table in config.embedding_tables}
     return {name: placement[name.rpartition(".tt_cores.")[0]] for name in params}
 
 

@@ -11,7 +11,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.sharded_collection import (
@@ -21,7 +21,7 @@ from torchrec_tt.distributed.sharded_collection import (
     tell_shapes,
 )
 from torchrec_tt.distributed.sharding import create_tt_sharding
-from torchrec_tt.distributed.sharding_plan import shardable_parameters
+from torchrec_tt.distributed.sharding_plan import ROW_SPLITTING_TYPES, shardable_parameters
 from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     check_one_batch_size,
@@ -32,9 +32,9 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     """ShardedEmbeddingBagCollection in which tables may be Tensor-Train tables.
 
     A TT table's cores are whole on every rank that holds a shard of it: on one rank for
-    TABLE_WISE, on all for ROW_WISE and DATA_PARALLEL. In the state dict, under
-    `embedding_bags.<table>.tt_cores.<k>` as unsharded, cores with one owner are ShardedTensors
-    and replicated cores plain tensors.
+    TABLE_WISE, on those of a node for TABLE_ROW_WISE, on all for ROW_WISE and DATA_PARALLEL. In
+    the state dict, under `embedding_bags.<table>.tt_cores.<k>` as unsharded, cores that every rank
+    has are plain tensors, others ShardedTensors.
 
     Values: a module on `meta` is initialised as unsharded under rank 0's `torch.initial_seed()`.
     Of a module with values the cores keep those of rank 0; regular tables on the CPU are drawn
@@ -148,9 +148,9 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         return shardable_parameters(module)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the stock types, and ROW_WISE on the CPU too, where TorchRec leaves it out."""
+        """Returns the stock types; the CPU too has those that split rows, unlike in TorchRec."""
         types = super().sharding_types(compute_device_type)
-        return list(dict.fromkeys([*types, ShardingType.ROW_WISE.value]))
+        return list(dict.fromkeys([*types, *ROW_SPLITTING_TYPES]))
 
     def reshard(self, *args: Any, **kwargs: Any) -> ShardedTTEmbeddingBagCollection:
         raise NotImplementedError(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -30,9 +31,10 @@ class ShardedTTCollection(nn.Module):
     """Goes before TorchRec's sharded collection of a kind, and adds the cores of TT tables to it.
 
     A TT table's cores are whole on every rank that holds a shard of it: on one rank for
-    TABLE_WISE, on all for ROW_WISE and DATA_PARALLEL. In the state dict, under
-    `<tables_name>.<table>.tt_cores.<k>` as unsharded, cores with one owner are ShardedTensors
-    and replicated cores plain tensors.
+    TABLE_WISE, on those of a node for TABLE_ROW_WISE, on all for ROW_WISE and DATA_PARALLEL. In
+    the state dict, under `<tables_name>.<table>.tt_cores.<k>` as unsharded, cores that every rank
+    has are plain tensors, others ShardedTensors of one shard. Each rank of a node has its replica
+    as that shard, so that `dcp.save` writes one of them and `dcp.load` fills all.
 
     `tables_name` is that of the unsharded collection, `configs_name` the attribute in which
     TorchRec keeps the tables' configurations.
@@ -61,6 +63,7 @@ class ShardedTTCollection(nn.Module):
             module,
             table_name_to_parameter_sharding,
             world_size=env.world_size,
+            local_world_size=get_local_size(env.world_size),
             pg=env.process_group,
         )
         if module.tt_shapes:
@@ -113,19 +116,24 @@ class ShardedTTCollection(nn.Module):
     ) -> dict[str, ShardedTensor]:
         """Puts `cores` (None on ranks without the table) where the unsharded module has them.
 
-        Returns those that have one owner, by state dict key.
+        Returns those that not every rank has, by state dict key.
         """
         shapes = self._table_name_to_config[table].tt_shape.core_shapes
         registered = nn.ParameterList(cores or [_placeholder(self._device) for _ in shapes])
         self._tables()[table].tt_cores = registered
         sharding = self.module_sharding_plan[table]
-        if sharding.sharding_type != ShardingType.TABLE_WISE.value:
+        if sharding.sharding_type in (
+            ShardingType.ROW_WISE.value,
+            ShardingType.DATA_PARALLEL.value,
+        ):
             return {}
+        placements = [shard.placement for shard in sharding.sharding_spec.shards]
+        own = [placement for placement in placements if placement.rank() == dist.get_rank()]
         return {
             f"{self.tables_name}.{table}.tt_cores.{k}": one_owner_tensor(
                 cores[k] if cores else None,
                 size=torch.Size(shape),
-                placement=sharding.sharding_spec.shards[0].placement,
+                placement=(own or placements)[0],
                 pg=self._env.process_group,
             )
             for k, shape in enumerate(shapes)
@@ -219,7 +227,7 @@ def _broadcast_from_rank_0(objects: list[Any], *, pg: dist.ProcessGroup) -> None
 def _put_owned_cores(
     module: ShardedTTCollection, destination: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    """State dict hook: cores with one owner leave as ShardedTensors."""
+    """State dict hook: cores that not every rank has leave as ShardedTensors."""
     for key, sharded in (module._owned_cores or {}).items():
         destination[prefix + key] = sharded
 

@@ -6,12 +6,14 @@ Input and output distributions are inherited: TT tables share the all-to-all of 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import replace_placement_with_meta_device
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from torchrec_tt.distributed.bounds_check import RowWiseBoundsCheck
@@ -37,18 +39,36 @@ class _TTLookupMixin:
         feature_processor: Any = None,
     ) -> TTGroupedPooledEmbeddingsLookup:
         return TTGroupedPooledEmbeddingsLookup(
-            grouped_configs=self._grouped_embedding_configs,
+            grouped_configs=self._local_configs(),
             pg=self._env.process_group,
             device=device if device is not None else self._device,
             feature_processor=feature_processor,
             scale_weight_gradients=self._scale_weight_gradients,
             sharding_type=self._lookup_sharding_type,
             env=self._env,
+            replica_pg=self._replica_pg(),
         )
+
+    def embedding_tables(self) -> list[ShardedEmbeddingTable]:
+        """Returns the tables in the order of the features that the input distribution gets."""
+        return [t for config in self._input_configs() for t in config.embedding_tables]
+
+    def _input_configs(self) -> list[GroupedEmbeddingConfig]:
+        return self._grouped_embedding_configs
+
+    def _local_configs(self) -> list[GroupedEmbeddingConfig]:
+        return self._grouped_embedding_configs
+
+    def _replica_pg(self) -> dist.ProcessGroup | None:
+        """Returns the ranks that hold the same cores and sum gradients, None if one does."""
+        return None
 
 
 class TTTwPooledEmbeddingSharding(_TTLookupMixin, TwPooledEmbeddingSharding):
     """Whole tables, each on one rank."""
+
+    def _input_configs(self) -> list[GroupedEmbeddingConfig]:
+        return [config for rank in self._grouped_embedding_configs_per_rank for config in rank]
 
 
 class TTRwPooledEmbeddingSharding(_TTLookupMixin, RwPooledEmbeddingSharding):
@@ -57,26 +77,41 @@ class TTRwPooledEmbeddingSharding(_TTLookupMixin, RwPooledEmbeddingSharding):
     _lookup_sharding_type = ShardingType.ROW_WISE
 
     def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist:
-        input_dist = super().create_input_dist(device)
-        tables = [t for c in self._grouped_embedding_configs for t in c.embedding_tables]
-        checked = [t for t in tables if TT_SHAPE in (t.fused_params or {})]
-        input_dist.register_forward_pre_hook(
-            RowWiseBoundsCheck(
-                [
-                    (table.name, table.num_embeddings) if table in checked else None
-                    for table in tables
-                    for _ in table.feature_names
-                ],
-                check_mode=check_mode_of(checked[0].fused_params),
-            )
-        )
-        return input_dist
+        return _with_bounds_check(super().create_input_dist(device), self.embedding_tables())
+
+    def _replica_pg(self) -> dist.ProcessGroup | None:
+        return self._pg
+
+
+class TTTwRwPooledEmbeddingSharding(_TTLookupMixin, TwRwPooledEmbeddingSharding):
+    """Whole tables, each on one node, in blocks of rows; the cores are replicated on its ranks."""
+
+    _lookup_sharding_type = ShardingType.TABLE_ROW_WISE
+
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist:
+        return _with_bounds_check(super().create_input_dist(device), self.embedding_tables())
+
+    def _input_configs(self) -> list[GroupedEmbeddingConfig]:
+        return [config for node in self._grouped_embedding_configs_per_node for config in node]
+
+    def _local_configs(self) -> list[GroupedEmbeddingConfig]:
+        return self._grouped_embedding_configs_per_rank[self._rank]
+
+    def _replica_pg(self) -> dist.ProcessGroup | None:
+        return self._intra_pg
 
 
 class TTDpPooledEmbeddingSharding(_TTLookupMixin, DpPooledEmbeddingSharding):
     """Whole tables on every rank."""
 
     _scale_weight_gradients = False
+
+
+_SHARDINGS: dict[str, Any] = {
+    ShardingType.TABLE_WISE.value: TTTwPooledEmbeddingSharding,
+    ShardingType.ROW_WISE.value: TTRwPooledEmbeddingSharding,
+    ShardingType.TABLE_ROW_WISE.value: TTTwRwPooledEmbeddingSharding,
+}
 
 
 def create_tt_sharding(
@@ -94,11 +129,29 @@ def create_tt_sharding(
     if sharding_type == ShardingType.DATA_PARALLEL.value:
         sharding: Any = TTDpPooledEmbeddingSharding(sharding_infos, env, device)
     else:
-        is_row_wise = sharding_type == ShardingType.ROW_WISE.value
-        cls = TTRwPooledEmbeddingSharding if is_row_wise else TTTwPooledEmbeddingSharding
-        sharding = cls(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
+        sharding = _SHARDINGS[sharding_type](
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
     # After the grouping, which would put tables of different shapes into different kernels.
     for table in sharding.embedding_tables():
         if table.name in shapes:
             table.fused_params[TT_SHAPE] = shapes[table.name]
     return sharding
+
+
+def _with_bounds_check(
+    input_dist: BaseSparseFeaturesDist, tables: list[ShardedEmbeddingTable]
+) -> BaseSparseFeaturesDist:
+    """Checks the ids of TT tables before `input_dist` cuts them into blocks of rows."""
+    checked = [t for t in tables if TT_SHAPE in (t.fused_params or {})]
+    input_dist.register_forward_pre_hook(
+        RowWiseBoundsCheck(
+            [
+                (table.name, table.num_embeddings) if table in checked else None
+                for table in tables
+                for _ in table.feature_names
+            ],
+            check_mode=check_mode_of(checked[0].fused_params),
+        )
+    )
+    return input_dist

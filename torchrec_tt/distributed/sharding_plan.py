@@ -31,6 +31,7 @@ TT_SHARDING_TYPES = (
     ShardingType.DATA_PARALLEL.value,
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
 )
 # Types whose pooled output is summed over ranks that each hold some of the rows.
 ROW_SPLITTING_TYPES = (
@@ -60,11 +61,13 @@ def check_plan(
     plan: Mapping[str, ParameterSharding],
     *,
     world_size: int,
+    local_world_size: int | None = None,
     pg: dist.ProcessGroup | None = None,
 ) -> None:
     """Raises ValueError, naming the table, where `plan` cannot shard `module`.
 
-    Shards are placed on global ranks; without a `pg` they are those of the plan.
+    Shards are placed on global ranks; without a `pg` they are those of the plan. Without a
+    `local_world_size` all ranks are on one node.
     """
     configs = module.table_configs()
     for config in configs:
@@ -81,7 +84,13 @@ def check_plan(
         if module.tt_shapes and plan[config.name].output_dtype is not None:
             check_output_dtype(plan[config.name].output_dtype, table=config.name)
     for config in tt_configs(configs):
-        _check_tt_table(config, plan[config.name], world_size=world_size, pg=pg)
+        _check_tt_table(
+            config,
+            plan[config.name],
+            world_size=world_size,
+            local_world_size=local_world_size or world_size,
+            pg=pg,
+        )
     if isinstance(module, TTEmbeddingBagCollection):
         check_mean_pooling(
             module.embedding_bag_configs(), {name: p.sharding_type for name, p in plan.items()}
@@ -184,6 +193,7 @@ def _check_tt_table(
     sharding: ParameterSharding,
     *,
     world_size: int,
+    local_world_size: int,
     pg: dist.ProcessGroup | None,
 ) -> None:
     name, kind = config.name, sharding.sharding_type
@@ -194,6 +204,10 @@ def _check_tt_table(
     ranks = list(sharding.ranks or [])
     if kind == ShardingType.ROW_WISE.value:
         is_right, rule = ranks == list(range(world_size)), "all ranks in order"
+    elif kind == ShardingType.TABLE_ROW_WISE.value:
+        nodes = torch.arange(world_size).split(local_world_size)
+        is_right = ranks in [node.tolist() for node in nodes if len(node) == local_world_size]
+        rule = f"the {local_world_size} ranks of one node in order"
     else:
         is_right, rule = len(ranks) == 1 and ranks[0] in range(world_size), "one rank"
     if not is_right:

@@ -78,6 +78,19 @@ def test_a_constraint_that_a_tt_table_cannot_meet_raises(
     option_kinds({"r0": ParameterConstraints(sharding_types=["column_wise"])})
 
 
+@pytest.mark.parametrize(("local_world_size", "is_offered"), [(4, False), (2, True), (1, False)])
+def test_table_row_wise_is_offered_where_it_differs_from_other_types(
+    local_world_size: int, is_offered: bool
+) -> None:
+    topology = Topology(world_size=4, local_world_size=local_world_size, compute_device="cpu")
+    enumerator = tt_planner(topology, batch_size=8)._enumerator
+    ebc = TTEmbeddingBagCollection(tables(), device="meta")
+    found = enumerator.enumerate(nn.ModuleDict({"ebc": ebc}), [TTEmbeddingBagCollectionSharder()])
+    kinds = {(o.name, o.sharding_type) for o in found}
+    assert (("t0", "table_row_wise") in kinds) == is_offered
+    assert ("r0", "table_row_wise") not in kinds  # a regular table on the CPU: only if asked for
+
+
 def test_tables_of_one_name_in_several_collections_keep_their_own_options() -> None:
     size = {"name": "same", "num_embeddings": 1000, "embedding_dim": 16, "feature_names": ["f"]}
     regular, mean = EmbeddingBagConfig(**size), EmbeddingBagConfig(**size, pooling=PoolingType.MEAN)

@@ -21,10 +21,11 @@ from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
 from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 
-TW, RW, DP = (
+TW, RW, DP, TWRW = (
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
     ShardingType.DATA_PARALLEL.value,
+    ShardingType.TABLE_ROW_WISE.value,
 )
 # U03: 200*4*16 + 220*16*4*16 + 250*16*4 = 254,080 floats
 CORE_BYTES = 1_016_320
@@ -86,6 +87,19 @@ def test_u03_a_table_wise_shard_is_cores_and_io_and_nothing_else() -> None:
 def test_a_row_wise_shard_is_whole_cores_and_their_gradients() -> None:
     shard = 2 * CORE_BYTES + io_bytes(batches=1, outputs=2)
     assert ddr(options()["big", RW]) == [shard, shard]
+
+
+def test_table_row_wise_shards_are_whole_cores_and_their_gradients_on_one_node() -> None:
+    on = Topology(world_size=4, local_world_size=2, compute_device="cpu")
+    option = options(on=on)["big", TWRW]
+    # Two ranks hold the cores; each serves half of the ids of four batches.
+    shard = 2 * CORE_BYTES + io_bytes(batches=2, outputs=4)
+    assert ddr(option) == [shard, shard]
+    perf, row_wise = option.shards[0].perf, options(on=on)["big", RW].shards[0].perf
+    bandwidth = on.comms_bandwidths.inter_host_bw * 2
+    stock = stock_options(on)["big", TWRW].shards[0].perf
+    assert perf.bwd_comms - stock.bwd_comms == pytest.approx(CORE_BYTES / bandwidth)
+    assert perf.fwd_compute > row_wise.fwd_compute  # there four ranks share the ids
 
 
 def test_a_row_wise_shard_on_one_rank_has_no_gradients() -> None:

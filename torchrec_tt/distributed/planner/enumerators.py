@@ -71,6 +71,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         asked = (constraints and constraints.sharding_types) or []
         if isinstance(self._config, TTTableConfig):
             types = [t for t in TT_SHARDING_TYPES if not asked or t in asked]
+            if not asked and self._local_world_size in (1, self._world_size):
+                # On one node the same as row-wise, on nodes of one rank as table-wise.
+                types.remove(ShardingType.TABLE_ROW_WISE.value)
         else:
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
         if asked or self._config is None:
@@ -78,7 +81,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         if self._config.pooling == PoolingType.MEAN:
             return [t for t in types if t not in ROW_SPLITTING_TYPES]
         if not isinstance(self._config, TTTableConfig) and self._compute_device == "cpu":
-            return [t for t in types if t != ShardingType.ROW_WISE.value]
+            return [t for t in types if t not in ROW_SPLITTING_TYPES]
         return types
 
     def _filter_compute_kernels(

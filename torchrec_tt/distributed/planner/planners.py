@@ -34,7 +34,12 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         _check_sharders(module, sharders)
         plan = super().plan(module, sharders)
         for path, collection in _collections(module):
-            check_plan(collection, plan.plan[path], world_size=self._topology.world_size)
+            check_plan(
+                collection,
+                plan.plan[path],
+                world_size=self._topology.world_size,
+                local_world_size=self._topology.local_world_size,
+            )
         return plan
 
     def collective_plan(

@@ -125,7 +125,7 @@ class TTStorageEstimator(_TTEstimator):
         else:
             config = core_optimizer_config(_with_applied_optimizer(fused_params, option))
             table += optimizer_state_bytes(shape, optimizer=config.optimizer)
-        if has_dense_gradients(option, world_size=self._topology.world_size):
+        if is_data_parallel or num_replicas(option, self._topology) > 1:
             table += core_bytes(shape)
         storage = copy.copy(dense.storage)
         memory = "ddr" if self._topology.compute_device == "cpu" else "hbm"
@@ -165,12 +165,13 @@ class TTPerfEstimator(_TTEstimator):
         fused_params: dict[str, Any] | None,
     ) -> None:
         topology = self._topology
-        flops = lookup_flops(shape, **_expected_lookups(option, shard, shape, topology.world_size))
+        flops = lookup_flops(shape, **_expected_lookups(option, shard, shape, topology))
         rate = FLOPS_PER_MS[topology.compute_device]
         is_data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
         bwd_comms = 0.0 if is_data_parallel else dense.perf.bwd_comms
-        if has_dense_gradients(option, world_size=topology.world_size):
-            bwd_comms += _all_reduce_ms(core_bytes(shape), topology)
+        bwd_comms += _all_reduce_ms(
+            core_bytes(shape), topology, ranks=num_replicas(option, topology)
+        )
         shard.perf = Perf(
             fwd_compute=dense.perf.fwd_compute + flops.forward / rate,
             fwd_comms=dense.perf.fwd_comms,
@@ -181,11 +182,13 @@ class TTPerfEstimator(_TTEstimator):
         )
 
 
-def has_dense_gradients(option: ShardingOption, *, world_size: int) -> bool:
-    """Whether backward makes a gradient the size of the cores, to be summed over replicas."""
-    if option.sharding_type == ShardingType.DATA_PARALLEL.value:
-        return True
-    return option.sharding_type == ShardingType.ROW_WISE.value and world_size > 1
+def num_replicas(option: ShardingOption, topology: Topology) -> int:
+    """Returns how many ranks have the table's cores; if several do, they sum dense gradients."""
+    if option.sharding_type == ShardingType.TABLE_WISE.value:
+        return 1
+    if option.sharding_type == ShardingType.TABLE_ROW_WISE.value:
+        return topology.local_world_size
+    return topology.world_size
 
 
 def _as_dense(option: ShardingOption) -> ShardingOption:
@@ -209,23 +212,22 @@ def _with_applied_optimizer(
 
 
 def _expected_lookups(
-    option: ShardingOption, shard: Shard, shape: TTShape, world_size: int
+    option: ShardingOption, shard: Shard, shape: TTShape, topology: Topology
 ) -> dict[str, float]:
     """Expected distinct rows and prefixes that a shard computes per batch, ids being uniform."""
-    # A table-wise shard serves the batches of all ranks, a row-wise one its share of them.
-    ranks = world_size if option.sharding_type == ShardingType.TABLE_WISE.value else 1
-    lookups = sum(option.input_lengths) * option.batch_size * ranks
+    # The ranks with the cores share the batches of all ranks.
+    batches = topology.world_size / num_replicas(option, topology)
+    lookups = sum(option.input_lengths) * option.batch_size * batches
     num_rows = expected_unique(lookups, max(1, shard.size[0]))
     num_prefixes = expected_unique(num_rows, math.prod(shape.row_factors[:-1]))
     return {"num_rows": num_rows, "num_prefixes": num_prefixes}
 
 
-def _all_reduce_ms(num_bytes: int, topology: Topology) -> float:
-    """Ring all-reduce over all ranks: every byte travels 2 (W - 1) / W times."""
-    world_size = topology.world_size
+def _all_reduce_ms(num_bytes: int, topology: Topology, *, ranks: int) -> float:
+    """Ring all-reduce over `ranks`: every byte travels 2 (ranks - 1) / ranks times."""
     bandwidth = topology.comms_bandwidths.get_bw(
         local_world_size=topology.local_world_size,
-        world_size=world_size,
+        world_size=ranks,
         collective_type=CollectiveType.ALL_REDUCE,
     )
-    return 2 * (world_size - 1) / world_size * num_bytes / bandwidth
+    return 2 * (ranks - 1) / ranks * num_bytes / bandwidth
