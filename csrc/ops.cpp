@@ -16,6 +16,10 @@ STABLE_TORCH_LIBRARY(torchrec_tt, m) {
       "embedding_bag_backward_update(Tensor grad_output, Tensor[] plan, Tensor(a!)[] cores,"
       " Tensor(b!)[] states, Tensor offsets, Tensor? per_sample_weights, int[] tables,"
       " int[] feature_tables, str pooling, bool weights_grad, str optimizer,"
-      " float learning_rate, float eps) -> Tensor grad_weights");
+      " float learning_rate, float eps, int[] rounding_seeds) -> Tensor grad_weights");
+  m.def(
+      "step_cores(Tensor(a!)[] cores, Tensor[] grads, Tensor(b!)[] states, str optimizer,"
+      " float learning_rate, float eps, float beta1, float beta2, float weight_decay,"
+      " bool decoupled_weight_decay, int[] rounding_seeds) -> ()");
   m.def("cpu_isa() -> str");
 }

@@ -7,88 +7,152 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-OptimizerName = Literal["sgd", "adagrad"]
+from torchrec_tt.ops.step_cores import step_cores
+
+OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+_MOMENTS = {
+    "sgd": (),
+    "adagrad": ("sum",),
+    "rowwise_adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+}
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TTOptimizerConfig:
-    """Which optimizer steps the cores in backward, and how; defaults are torch.optim's.
+    """Which optimizer steps the cores in backward, and how; defaults are those of the oracles.
+
+    The oracles are torch.optim's SGD, Adagrad and Adam, and torchrec.optim's RowWiseAdagrad, whose
+    row is the slice of a core that one digit selects:
+
+    - sgd: `w -= lr * g`
+    - adagrad: `s += g^2; w -= lr * g / (sqrt(s) + eps)`
+    - rowwise_adagrad: the same with `s += mean(g^2)` over the slice, one number per slice
+    - adam: dense, as torch.optim's: the moments of slices without a gradient decay too
 
     Args:
-        optimizer: "sgd" (`w -= lr * g`) or "adagrad" (`s += g * g; w -= lr * g / (sqrt(s) + eps)`).
+        optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam".
         learning_rate: the first one; later ones are read from `param_groups` at every step.
-        eps: of adagrad.
-        weight_decay: coupled, `g += weight_decay * w` before the step.
+        eps: added to the root; None: 1e-8 for adam and 1e-10 for the two Adagrads, as the oracles
+            have it (FBGEMM's default is 1e-8 for all).
+        betas: of adam, the decay of its two moments.
+        weight_decay: coupled, `g += weight_decay * w` before the step; it reaches every slice.
+        decoupled_weight_decay: `w *= 1 - lr * weight_decay` instead (with adam: AdamW).
+        stochastic_rounding: for bfloat16 and float16 cores: a stepped element is rounded up or
+            down by chance, so that its expectation is exact and small steps are not lost. The
+            chance depends on table, core, element and step, and on nothing else. False rounds to
+            nearest.
 
     Raises:
-        ValueError: for an unknown optimizer or a negative number.
+        ValueError: for an unknown optimizer or a number out of range.
     """
 
     optimizer: OptimizerName = "sgd"
     learning_rate: float = 0.01
-    eps: float = 1e-10
+    eps: float | None = None
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
+    stochastic_rounding: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
             raise ValueError(
                 f"optimizer must be one of {get_args(OptimizerName)}, got {self.optimizer!r}"
             )
+        if self.eps is None:
+            object.__setattr__(self, "eps", 1e-8 if self.optimizer == "adam" else 1e-10)
         for name in ("learning_rate", "eps", "weight_decay"):
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
 
 
 class CoreOptimizer:
     """Steps a set of cores on given gradients.
 
     Args:
-        cores: stepped in place.
+        cores: core k `[m_k, r_k * n_k * r_{k+1}]`, of one dtype; stepped in place.
         config: which optimizer and its settings.
+        rounding_seeds: one per core, from its table and place, for the stochastic rounding of
+            16-bit cores; None: their positions.
 
     Attributes:
         param_groups: one group, `{"params": cores, "lr": float}`; `lr` is read at every step.
-        state: per core, `{"sum": Tensor}` (squared gradients, like the core) for adagrad, `{}` for
-            sgd.
+        state: per core its moments in float32 (float64 for float64 cores): `sum` like the core for
+            adagrad, `sum [m_k]` for rowwise_adagrad, `exp_avg` and `exp_avg_sq` like the core for
+            adam. And `step`, int64 [1], for adam and where rounding is stochastic.
     """
 
-    def __init__(self, cores: Sequence[Tensor], config: TTOptimizerConfig) -> None:
+    def __init__(
+        self,
+        cores: Sequence[Tensor],
+        config: TTOptimizerConfig,
+        *,
+        rounding_seeds: Sequence[int] | None = None,
+    ) -> None:
         self.config = config
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(cores), "lr": config.learning_rate}
         ]
+        is_rounded = config.stochastic_rounding and cores[0].dtype in _HALF_DTYPES
+        self._has_step = is_rounded or config.optimizer == "adam"
+        seeds = list(rounding_seeds or range(len(cores))) if is_rounded else []
+        self._rounding_seeds = dict(zip(cores, seeds, strict=False))
         self.state: dict[Tensor, dict[str, Tensor]] = {
-            core: {"sum": torch.zeros_like(core, requires_grad=False)}
-            if config.optimizer == "adagrad"
-            else {}
-            for core in cores
+            core: self._initial_state(core) for core in cores
         }
+
+    def _initial_state(self, core: Tensor) -> dict[str, Tensor]:
+        dtype = torch.float64 if core.dtype == torch.float64 else torch.float32
+        size = core.shape[:1] if self.config.optimizer == "rowwise_adagrad" else core.shape
+        state = {
+            name: torch.zeros(size, dtype=dtype, device=core.device)
+            for name in _MOMENTS[self.config.optimizer]
+        }
+        if self._has_step:
+            state["step"] = torch.zeros(1, dtype=torch.int64, device=core.device)
+        return state
 
     @property
     def is_fusable(self) -> bool:
         """Whether a step leaves cores without a gradient alone, so a kernel may skip them."""
-        return self.config.weight_decay == 0
+        return self.config.weight_decay == 0 and self.config.optimizer != "adam"
 
     @property
     def learning_rate(self) -> float:
         return float(self.param_groups[0]["lr"])
 
     def states(self) -> list[Tensor]:
-        """Returns the tensors that the fused kernel steps along with the cores, in their order."""
+        """Returns the tensors that the kernels step along with the cores, in their order."""
         return [tensor for state in self.state.values() for tensor in state.values()]
+
+    def rounding_seeds(self) -> list[int]:
+        """Returns the seeds of all cores, none where nothing is rounded by chance."""
+        return list(self._rounding_seeds.values())
 
     @torch.no_grad()
     def step(self, cores: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
-        """Steps `cores`, all or some of the constructor's, on gradients like them."""
-        cores, grads = list(cores), list(grads)
-        if self.config.weight_decay:
-            grads = torch._foreach_add(grads, cores, alpha=self.config.weight_decay)
-        if self.config.optimizer == "sgd":
-            torch._foreach_add_(cores, grads, alpha=-self.learning_rate)
-            return
-        sums = [self.state[core]["sum"] for core in cores]
-        torch._foreach_addcmul_(sums, grads, grads)
-        deviations = torch._foreach_sqrt(sums)
-        torch._foreach_add_(deviations, self.config.eps)
-        torch._foreach_addcdiv_(cores, grads, deviations, value=-self.learning_rate)
+        """Steps `cores`, all or some of the constructor's, on gradients of their sizes.
+
+        The gradients are float32, float64 for float64 cores.
+        """
+        cores, config = list(cores), self.config
+        assert config.eps is not None
+        step_cores(
+            cores,
+            list(grads),
+            [tensor for core in cores for tensor in self.state[core].values()],
+            optimizer=config.optimizer,
+            learning_rate=self.learning_rate,
+            eps=config.eps,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            decoupled_weight_decay=config.decoupled_weight_decay,
+            rounding_seeds=[self._rounding_seeds[core] for core in cores]
+            if self._rounding_seeds
+            else [],
+        )

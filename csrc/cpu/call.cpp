@@ -8,9 +8,6 @@ namespace {
 constexpr double kFlopsPerChunk = 8e6;  // of the forward: 0.1 ms; the overhead of a chunk is 2 us
 constexpr int64_t kMaxChunks = 16;      // of a table: each has its own sums for two cores
 
-template <typename T>
-constexpr ScalarType kScalarType = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
-
 std::vector<int64_t> read_offsets(const Tensor& tensor) {
   std::vector<int64_t> offsets(tensor.numel());
   TT_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "offsets must be contiguous and on the CPU");
@@ -42,12 +39,14 @@ void find_heads(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) 
     table.head_at.push_back(static_cast<int32_t>(
         std::lower_bound(heads.begin(), heads.end(), digit) - heads.begin()));
   }
-  table.pair = {s.n[0], s.r[1], s.n[1], s.r[2], s.m[1], table.cores[0], table.cores[1]};
+  table.pair = {s.n[0],         s.r[1],         s.n[1],       s.r[2], s.m[1],
+                table.cores[0], table.cores[1], table.storage};
   table.heads = buffer<T>(heads.size() * table.pair.head_size());
-  for_each_job<T>(heads.size(), 0, [&](int64_t h, T*) {
-    k.head_forward(table.pair, heads[h], table.heads.get() + h * table.pair.head_size());
+  for_each_job<T>(heads.size(), table.pair.scratch(), [&](int64_t h, T* scratch) {
+    k.head_forward(table.pair, heads[h], table.heads.get() + h * table.pair.head_size(), scratch);
   });
   table.view.head = table.heads.get();
+  table.view.head_storage = Storage::kNative;
   table.view.head_at = table.head_at.data() - table.first_prefix;
 }
 
@@ -58,6 +57,7 @@ void make_view(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) {
   const int d = s.num_cores;
   v = {};
   v.has_mid = d > 2;
+  v.storage = v.head_storage = table.storage;
   v.n_head = d == 4 ? s.n[0] * s.n[1] : s.n[0];
   v.n_mid = d > 2 ? s.n[d - 2] : 1;
   v.rank = s.rank();
@@ -74,10 +74,10 @@ void make_view(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) {
   if (d == 4) find_heads(table, plan, k);
   if (2 * (table.end_row - table.first_row) >= v.m_last) {
     table.last_transposed = buffer<T>(v.m_last * v.padded_last_size());
-    for_each_job<T>((v.m_last + 255) / 256, 0, [&](int64_t job, T*) {
+    for_each_job<T>((v.m_last + 255) / 256, slice_scratch(v), [&](int64_t job, T* scratch) {
       const int64_t begin = job * 256, end = std::min(v.m_last, begin + 256);
       k.transpose_last(v, begin, end,
-                       table.last_transposed.get() + begin * v.padded_last_size());
+                       table.last_transposed.get() + begin * v.padded_last_size(), scratch);
     });
     v.last_transposed = table.last_transposed.get();
   }
@@ -85,17 +85,18 @@ void make_view(CallTable<T>& table, const PlanView& plan, const Kernels<T>& k) {
 
 template <typename T>
 void take_cores(CallTable<T>& table, const std::vector<Tensor>& cores, size_t first) {
+  table.storage = storage_of<T>(cores[0]);
   for (int k = 0; k < table.shape.num_cores; k++) {
     TT_CHECK(first + k < cores.size(), "cores must hold every core of every table, got ",
              cores.size());
     const Tensor& core = cores[first + k];
-    TT_CHECK(core.is_cpu() && core.is_contiguous() && is_type(core, kScalarType<T>),
+    TT_CHECK(core.is_cpu() && core.is_contiguous() && is_type(core, cores[0].scalar_type()),
              "cores must be contiguous, on the CPU and of one dtype, core ", first + k, " is not");
     TT_CHECK(core.dim() == 2 && core.size(0) == table.shape.m[k] &&
                  core.size(1) == table.shape.slice_size(k),
              "cores must be [m_k, r_k * n_k * r_{k+1}], core ", first + k, " must be [",
              table.shape.m[k], ", ", table.shape.slice_size(k), "]");
-    table.cores.push_back(static_cast<T*>(core.mutable_data_ptr()));
+    table.cores.push_back(core.mutable_data_ptr());
   }
 }
 
@@ -109,8 +110,10 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
     : features(feature_tables, decode_tables(tables_flat), offsets_tensor.numel()),
       offsets(read_offsets(offsets_tensor)) {
   TT_CHECK(plan_tensors.size() == 6, "plan must hold 6 tensors, got ", plan_tensors.size());
-  TT_CHECK(pooling == "sum" || pooling == "mean", "pooling must be sum or mean, got ", pooling);
+  TT_CHECK(pooling == "sum" || pooling == "mean" || pooling == "none",
+           "pooling must be sum, mean or none, got ", pooling);
   is_mean = pooling == "mean";
+  is_pooled = pooling != "none";
   plan = {static_cast<const int32_t*>(plan_tensors[0].const_data_ptr()),
           static_cast<const int32_t*>(plan_tensors[1].const_data_ptr()),
           static_cast<const int64_t*>(plan_tensors[2].const_data_ptr()),
@@ -126,7 +129,7 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
              num_indices, " entries like indices, got ", per_sample_weights->numel());
     TT_CHECK(per_sample_weights->is_cpu() && per_sample_weights->is_contiguous() &&
                  is_type(*per_sample_weights, kScalarType<T>),
-             "per_sample_weights must be contiguous, on the CPU and of the cores' dtype");
+             "per_sample_weights must be contiguous, on the CPU and ", kScalarType<T>);
     weights = static_cast<const T*>(per_sample_weights->const_data_ptr());
   }
   const std::vector<TTShape> shapes = decode_tables(tables_flat);
@@ -142,6 +145,7 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
   for (size_t t = 0; t < shapes.size(); t++) {
     CallTable<T>& table = tables[t];
     table.shape = shapes[t];
+    table.first_core = first_core;
     take_cores(table, cores, first_core);
     first_core += shapes[t].num_cores;
     table.first_row = row_at(shapes[t].key_base);
@@ -149,6 +153,11 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
     table.first_prefix = prefix_at(table.first_row);
     table.end_prefix = prefix_at(table.end_row);
     if (table.first_row < table.end_row) make_view(table, plan, k);
+  }
+  for (const TTShape& shape : shapes) {
+    TT_CHECK(is_pooled || shape.embedding_dim() == dim(),
+             "tables must have one embedding_dim for pooling none, got ", dim(), " and ",
+             shape.embedding_dim());
   }
   TT_CHECK(first_core == cores.size(), "cores must hold ", first_core, " tensors, got ",
            cores.size());

@@ -48,7 +48,9 @@ struct CallTable {
   TTShape shape;
   TableView<T> view;
   int64_t first_row, end_row, first_prefix, end_prefix;
-  std::vector<T*> cores;
+  size_t first_core;  // its first core in the call
+  std::vector<void*> cores;
+  Storage storage;  // of the cores
   Buffer<T> last_transposed;
   // 4 cores only: the distinct heads, ascending, and their products
   HeadPair<T> pair;
@@ -70,12 +72,16 @@ struct Call {
   int64_t num_indices, num_rows, num_prefixes;
   std::vector<int64_t> offsets;
   const T* weights = nullptr;  // [N]
-  bool is_mean = false;
+  bool is_mean = false, is_pooled = true;
 
   Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>& cores,
        const Tensor& offsets_tensor, const std::optional<Tensor>& per_sample_weights,
        const std::vector<int64_t>& tables_flat, const std::vector<int64_t>& feature_tables,
        const std::string& pooling);
+
+  int64_t output_rows() const { return is_pooled ? features.batch_size : num_indices; }
+  int64_t output_columns() const { return is_pooled ? features.num_columns : dim(); }
+  int64_t dim() const { return tables[0].shape.embedding_dim(); }
 
   // Cuts every table's prefixes into chunks of about equal cost, whatever the number of threads.
   std::vector<Chunk> chunks() const;
@@ -83,6 +89,27 @@ struct Call {
   Buffer<T> scales(bool with_weights) const;
 };
 
+template <typename T>
+constexpr ScalarType kScalarType = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
+
 inline bool is_type(const Tensor& tensor, ScalarType type) { return tensor.scalar_type() == type; }
+
+template <typename T>
+Storage storage_of(const Tensor& core) {
+  if (sizeof(T) == 4 && is_type(core, ScalarType::BFloat16)) return Storage::kBFloat16;
+  if (sizeof(T) == 4 && is_type(core, ScalarType::Half)) return Storage::kFloat16;
+  return Storage::kNative;
+}
+
+// Calls f with a float or a double: the type of the sums for the cores' dtype.
+template <typename F>
+auto dispatch(const std::vector<Tensor>& cores, const F& f) {
+  TT_CHECK(!cores.empty(), "cores must not be empty");
+  const ScalarType type = cores[0].scalar_type();
+  if (type == ScalarType::Double) return f(double{});
+  TT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+           "cores must be float32, bfloat16, float16 or float64, got ", type);
+  return f(float{});
+}
 
 }  // namespace torchrec_tt

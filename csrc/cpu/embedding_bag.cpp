@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "call.h"
+#include "optimizer.h"
 
 namespace torchrec_tt {
 namespace {
@@ -17,7 +18,7 @@ T* data(const Tensor& tensor) {
 template <typename T>
 Tensor forward(const Call<T>& call) {
   const Features& features = call.features;
-  const int64_t batch_size = features.batch_size, columns = features.num_columns;
+  const int64_t batch_size = features.batch_size;
   std::vector<int64_t> row_base;  // where a table's unique rows begin
   int64_t size = 0;
   for (const CallTable<T>& table : call.tables) {
@@ -37,8 +38,8 @@ Tensor forward(const Call<T>& call) {
                    rows.get() + row_base[c.table], table.first_row, scratch);
   });
 
-  const auto type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
-  Tensor output = torch::stable::empty({batch_size, columns}, type);
+  Tensor output =
+      torch::stable::empty({call.output_rows(), call.output_columns()}, kScalarType<T>);
   const Buffer<T> scale = call.scales(true);
   const int64_t blocks = (batch_size + kBagsPerJob - 1) / kBagsPerJob;
   const int64_t num_features = static_cast<int64_t>(features.table.size());
@@ -46,11 +47,19 @@ Tensor forward(const Call<T>& call) {
     const int64_t f = job / blocks, begin = job % blocks * kBagsPerJob;
     const CallTable<T>& table = call.tables[features.table[f]];
     const int64_t dim = table.shape.embedding_dim();
-    for (int64_t b = begin; b < std::min(batch_size, begin + kBagsPerJob); b++) {
-      const int64_t bag = f * batch_size + b;
+    const auto pool = [&](int64_t first, int64_t end, T* out) {
       call.k.pool(rows.get() + row_base[features.table[f]], dim, call.plan, table.first_row,
-                  scale.get(), call.offsets[bag], call.offsets[bag + 1],
-                  data<T>(output) + b * columns + features.column[f]);
+                  scale.get(), first, end, out);
+    };
+    const int64_t end = std::min(batch_size, begin + kBagsPerJob);
+    const int64_t* bags = call.offsets.data() + f * batch_size;
+    if (!call.is_pooled) {
+      for (int64_t i = bags[begin]; i < bags[end]; i++) pool(i, i + 1, data<T>(output) + i * dim);
+      return;
+    }
+    for (int64_t b = begin; b < end; b++) {
+      pool(bags[b], bags[b + 1],
+           data<T>(output) + b * features.num_columns + features.column[f]);
     }
   });
   return output;
@@ -63,7 +72,7 @@ struct TableGrads {
   std::vector<BackwardChunk<T>> chunks;
   Buffer<T> sums;
   Buffer<uint8_t> touched;
-  std::vector<CoreUpdate<T>> updates;  // one per core
+  const CoreUpdate<T>* updates = nullptr;  // [num_cores]
 
   TableGrads(const CallTable<T>& of, const PlanView& plan, const std::vector<Chunk>& pieces)
       : table(&of) {
@@ -124,7 +133,7 @@ struct TableGrads {
     T* sum = nullptr;
     const auto flush = [&] {
       if (!sum) return;
-      k.update(updates[updates.size() - 2], mid * v.mid_size(), sum, v.r_head * v.n_mid, v.rank,
+      k.update(updates[table->shape.num_cores - 2], mid * v.mid_size(), sum, v.r_head * v.n_mid, v.rank,
                v.ld_rank);
       sum = nullptr;
     };
@@ -153,7 +162,7 @@ struct TableGrads {
       for (int64_t z = 0; z < v.n_last; z++) scratch[b * v.n_last + z] = sum[z * v.ld_rank + b];
     }
     const int64_t size = v.rank * v.n_last;
-    k.update(updates.back(), digit * size, scratch, 1, size, size);
+    k.update(updates[table->shape.num_cores - 1], digit * size, scratch, 1, size, size);
   }
 
   void finish_head(const Kernels<T>& k, int64_t digit) const {
@@ -178,13 +187,13 @@ struct TableGrads {
       of0[digits[h] / pair.m1].push_back(h);
       of1[digits[h] % pair.m1].push_back(h);
     }
-    const int64_t size0 = pair.n0 * pair.r1, size1 = pair.r1 * pair.n1 * pair.r2;
+    const int64_t size0 = pair.size0(), size1 = pair.size1();
     const Buffer<T> grad0 = buffer<T>(of0.size() * size0), grad1 = buffer<T>(of1.size() * size1);
     const auto sum = [&](const std::vector<std::vector<int64_t>>& of, T* grad, int64_t size,
                          auto head_grad) {
-      for_each_job<T>(of.size(), 0, [&](int64_t i, T*) {
+      for_each_job<T>(of.size(), pair.scratch(), [&](int64_t i, T* scratch) {
         std::fill_n(grad + i * size, of[i].empty() ? 0 : size, T(0));
-        for (int64_t h : of[i]) head_grad(pair, digits[h], grads[h], grad + i * size);
+        for (int64_t h : of[i]) head_grad(pair, digits[h], grads[h], grad + i * size, scratch);
       });
     };
     sum(of0, grad0.get(), size0, k.head_grad0);
@@ -202,25 +211,27 @@ struct TableGrads {
 
 template <typename T>
 void check_grad_output(const Call<T>& call, const Tensor& grad_output) {
-  const Features& f = call.features;
-  TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == f.batch_size &&
-               grad_output.size(1) == f.num_columns,
-           "grad_output must be [", f.batch_size, ", ", f.num_columns, "]");
+  TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == call.output_rows() &&
+               grad_output.size(1) == call.output_columns(),
+           "grad_output must be [", call.output_rows(), ", ", call.output_columns(), "]");
   TT_CHECK(grad_output.is_cpu() && grad_output.is_contiguous() &&
-               is_type(grad_output, sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double),
-           "grad_output must be contiguous, on the CPU and of the cores' dtype");
+               is_type(grad_output, kScalarType<T>),
+           "grad_output must be contiguous, on the CPU and ", kScalarType<T>);
 }
 
-// Runs every chunk, then the reductions; `update_of(table, core)` says what a gradient becomes.
-template <typename T, typename F>
+// Runs every chunk, then the reductions; `updates`, one per core, say what a gradient becomes.
+template <typename T>
 Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_grad,
-                const F& update_of) {
+                const std::vector<CoreUpdate<T>>& updates) {
   check_grad_output(call, grad_output);
   const Features& features = call.features;
-  const auto type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
-  Tensor grad_weights = torch::stable::empty({weights_grad ? call.num_indices : 0}, type);
+  Tensor grad_weights =
+      torch::stable::empty({weights_grad ? call.num_indices : 0}, kScalarType<T>);
   const Buffer<int64_t> grad_at = buffer<int64_t>(call.num_indices);
-  for (size_t bag = 0; bag + 1 < call.offsets.size(); bag++) {
+  if (!call.is_pooled) {
+    for (int64_t i = 0; i < call.num_indices; i++) grad_at[i] = i * call.dim();
+  }
+  for (size_t bag = 0; call.is_pooled && bag + 1 < call.offsets.size(); bag++) {
     const int64_t f = bag / features.batch_size, b = bag % features.batch_size;
     std::fill(grad_at.get() + call.offsets[bag], grad_at.get() + call.offsets[bag + 1],
               b * features.num_columns + features.column[f]);
@@ -240,16 +251,14 @@ Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_gra
                                   [&](const Chunk& c) { return c.table != first->table; });
     const CallTable<T>& table = call.tables[first->table];
     grads.emplace_back(table, call.plan, std::vector<Chunk>(first, end));
-    for (int core = 0; core < table.shape.num_cores; core++) {
-      grads.back().updates.push_back(update_of(first->table, core));
-    }
+    grads.back().updates = updates.data() + table.first_core;
     for (int64_t c = 0; c < end - first; c++) jobs.push_back({grads.size() - 1, c});
     scratch_size = std::max(scratch_size, backward_scratch(table.view));
     first = end;
   }
   for_each_job<T>(jobs.size(), scratch_size, [&](int64_t job, T* scratch) {
     const TableGrads<T>& g = grads[jobs[job].first];
-    const CoreUpdate<T>& mid = g.updates[g.updates.size() - 2];
+    const CoreUpdate<T>& mid = g.updates[g.table->shape.num_cores - 2];
     call.k.backward(g.table->view, call.plan, grad, mid, g.chunks[jobs[job].second], scratch);
   });
 
@@ -285,16 +294,6 @@ using Ints = std::vector<int64_t>;
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
-// Calls f with a float or a double, as the cores are.
-template <typename F>
-auto dispatch(const Tensors& cores, const F& f) {
-  TT_CHECK(!cores.empty(), "cores must not be empty");
-  if (is_type(cores[0], ScalarType::Double)) return f(double{});
-  TT_CHECK(is_type(cores[0], ScalarType::Float), "cores must be float32 or float64, got ",
-           cores[0].scalar_type());
-  return f(float{});
-}
-
 Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Tensor& offsets,
                              const MaybeTensor& per_sample_weights, const Ints& tables,
                              const Ints& feature_tables, std::string pooling) {
@@ -313,20 +312,12 @@ std::tuple<Tensors, Tensor> embedding_bag_backward_dense(
     const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
     Tensors grad_cores;
     for (const Tensor& core : cores) {
-      grad_cores.push_back(torch::stable::new_zeros(core, {core.size(0), core.size(1)}));
+      grad_cores.push_back(
+          torch::stable::new_zeros(core, {core.size(0), core.size(1)}, kScalarType<T>));
     }
-    std::vector<size_t> first_core;
-    size_t count = 0;
-    for (const auto& table : call.tables) {
-      first_core.push_back(count);
-      count += table.shape.num_cores;
-    }
-    const auto store = [&](int64_t table, int core) {
-      CoreUpdate<T> update;
-      update.grad = data<T>(grad_cores[first_core[table] + core]);
-      return update;
-    };
-    Tensor grad_weights = backward(call, grad_output, weights_grad, store);
+    std::vector<CoreUpdate<T>> updates(cores.size());
+    for (size_t i = 0; i < cores.size(); i++) updates[i].grad = data<T>(grad_cores[i]);
+    Tensor grad_weights = backward(call, grad_output, weights_grad, updates);
     return std::tuple<Tensors, Tensor>(grad_cores, grad_weights);
   });
 }
@@ -336,38 +327,19 @@ Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& p
                                      const Tensor& offsets, const MaybeTensor& per_sample_weights,
                                      const Ints& tables, const Ints& feature_tables,
                                      std::string pooling, bool weights_grad, std::string optimizer,
-                                     double learning_rate, double eps) {
-  TT_CHECK(optimizer == "sgd" || optimizer == "adagrad",
-           "optimizer must be sgd or adagrad, got ", optimizer);
-  const bool adagrad = optimizer == "adagrad";
-  TT_CHECK(states.size() == (adagrad ? cores.size() : 0), "states must have ",
-           adagrad ? cores.size() : 0, " tensors for ", optimizer, ", got ", states.size());
+                                     double learning_rate, double eps, const Ints& rounding_seeds) {
+  TT_CHECK(optimizer != "adam",
+           "optimizer must leave slices without a gradient alone, got adam: use step_cores");
+  OptimizerSettings settings;
+  settings.name = std::move(optimizer);
+  settings.learning_rate = learning_rate;
+  settings.eps = eps;
+  settings.rounding_seeds = rounding_seeds;
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
     const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
-    for (size_t i = 0; i < states.size(); i++) {
-      TT_CHECK(states[i].is_cpu() && states[i].is_contiguous() &&
-                   states[i].numel() == cores[i].numel() &&
-                   is_type(states[i], cores[i].scalar_type()),
-               "states must be contiguous, of the cores' sizes and dtype, state ", i, " is not");
-    }
-    std::vector<std::vector<T*>> state_of(call.tables.size());
-    size_t at = 0;
-    for (size_t t = 0; t < call.tables.size(); t++) {
-      for (int core = 0; core < call.tables[t].shape.num_cores; core++, at++) {
-        state_of[t].push_back(adagrad ? data<T>(states[at]) : nullptr);
-      }
-    }
-    const auto step = [&](int64_t table, int core) {
-      CoreUpdate<T> update;
-      update.kind = adagrad ? UpdateKind::kAdagrad : UpdateKind::kSgd;
-      update.learning_rate = static_cast<T>(learning_rate);
-      update.eps = static_cast<T>(eps);
-      update.weight = call.tables[table].cores[core];
-      update.state = state_of[table][core];
-      return update;
-    };
-    return backward(call, grad_output, weights_grad, step);
+    check_grad_output(call, grad_output);
+    return backward(call, grad_output, weights_grad, settings.updates<T>(cores, states));
   });
 }
 

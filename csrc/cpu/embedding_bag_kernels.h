@@ -5,10 +5,7 @@
 //   grad last += P^T R,  grad P += R last^T;  then  grad mid += head^T grad P,  grad head += grad P mid^T.
 #pragma once
 
-#include <cmath>
-
-#include "kernels.h"
-#include "microkernels.h"
+#include "update.h"
 
 namespace torchrec_tt::TT_ISA {
 
@@ -20,20 +17,27 @@ static void transpose_slice(const T* slice, int64_t rank, int64_t ld_rank, int64
   }
 }
 
+// The transposed last slice of a digit, made in `out`.
 template <typename T>
-static void transpose_last(const TableView<T>& t, int64_t begin, int64_t end, T* out) {
+TT_INLINE void transpose_digit(const TableView<T>& t, int64_t digit, T* out, T* scratch) {
+  const int64_t size = t.rank * t.n_last;
+  const T* slice = elements(t.last, t.storage, digit * size, size, scratch);
+  transpose_slice(slice, t.rank, t.ld_rank, t.n_last, out);
+}
+
+template <typename T>
+static void transpose_last(const TableView<T>& t, int64_t begin, int64_t end, T* out, T* scratch) {
   for (int64_t i = begin; i < end; i++) {
-    transpose_slice(t.last + i * t.rank * t.n_last, t.rank, t.ld_rank, t.n_last,
-                    out + (i - begin) * t.padded_last_size());
+    transpose_digit(t, i, out + (i - begin) * t.padded_last_size(), scratch);
   }
 }
 
-// The transposed last slice of a digit, made in `scratch` where the table has none ready.
+// The same, made in `out` only where the table has none ready.
 template <typename T>
-TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* scratch) {
+TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* scratch) {
   if (t.last_transposed) return t.last_transposed + digit * t.padded_last_size();
-  transpose_slice(t.last + digit * t.rank * t.n_last, t.rank, t.ld_rank, t.n_last, scratch);
-  return scratch;
+  transpose_digit(t, digit, out, scratch);
+  return out;
 }
 
 // A slice [rows, rank] with rows of ld_rank: itself where they are equal, else a copy in `scratch`.
@@ -52,7 +56,8 @@ template <typename T>
 struct PrefixWalk {
   const TableView<T>& table;
   const PlanView& plan;
-  T* mid_scratch;
+  T* mid_scratch;  // [padded_mid_size]
+  T* slice_scratch;
   int64_t mid = -1;              // digit of the current group
   const T* mid_slice = nullptr;  // [r_head, n_mid * ld_rank]
   int64_t head = 0;              // the head's place in table.head
@@ -64,17 +69,25 @@ struct PrefixWalk {
     return key / table.m_last / table.m_head;
   }
 
-  void enter(int64_t prefix) {
+  T* last_scratch() const {
+    return slice_scratch + prefixes_at_once(table) * table.head_size() + table.mid_size();
+  }
+
+  // Of the prefixes that are in use together, this is the one of number `slot`.
+  void enter(int64_t prefix, int64_t slot = 0) {
     const int64_t key = plan.row_keys[plan.prefix_starts[prefix]] - table.key_base;
     const int64_t digits = key / table.m_last;
     const int64_t next_mid = digits / table.m_head;
     head = table.head_at ? table.head_at[prefix] : digits - next_mid * table.m_head;
-    head_slice = table.head + head * table.head_size();
+    head_slice = elements(table.head, table.head_storage, head * table.head_size(),
+                          table.head_size(), slice_scratch + slot * table.head_size());
     first_key = table.key_base + digits * table.m_last;
     if (next_mid == mid || !table.has_mid) return;
     mid = next_mid;
-    mid_slice = padded(table.mid + mid * table.mid_size(), table.r_head * table.n_mid, table.rank,
-                       table.ld_rank, mid_scratch);
+    T* wide = slice_scratch + prefixes_at_once(table) * table.head_size();
+    mid_slice = padded(
+        elements(table.mid, table.storage, mid * table.mid_size(), table.mid_size(), wide),
+        table.r_head * table.n_mid, table.rank, table.ld_rank, mid_scratch);
   }
 
   // P [m_rows, ld_rank], in `out` unless the head slice is P already.
@@ -94,13 +107,14 @@ static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, 
   T* product_scratch = scratch;
   T* mid_scratch = product_scratch + t.product_size();
   T* last_scratch = mid_scratch + t.padded_mid_size();
-  PrefixWalk<T> walk{t, plan, mid_scratch};
+  PrefixWalk<T> walk{t, plan, mid_scratch, last_scratch + t.padded_last_size()};
   const int64_t dim = t.dim();
   for (int64_t q = begin; q < end; q++) {
     walk.enter(q);
     const T* p = walk.prefix_product(product_scratch);
     for (int64_t u = plan.prefix_starts[q]; u < plan.prefix_starts[q + 1]; u++) {
-      const T* last = last_slice(t, plan.row_keys[u] - walk.first_key, last_scratch);
+      const T* last = last_slice(t, plan.row_keys[u] - walk.first_key, last_scratch,
+                                 walk.last_scratch());
       product_transposed<T, false>(p, t.ld_rank, last, t.ld_rank, t.m_rows, t.n_last, t.ld_rank,
                                    rows + (u - first_row) * dim, t.n_last);
     }
@@ -183,7 +197,8 @@ static void backward_rows(const TableView<T>& t, const PlanView& plan, const Gra
     const int64_t count = end - u < kRowsAtOnce ? end - u : kRowsAtOnce;
     for (int64_t k = 0; k < count; k++) {
       const int64_t digit = plan.row_keys[u + k] - walk.first_key;
-      const T* last = last_slice(t, digit, last_scratch + k * t.padded_last_size());
+      const T* last = last_slice(t, digit, last_scratch + k * t.padded_last_size(),
+                                 walk.last_scratch());
       const T* row = row_gradient(plan, grad, u + k, dim, row_scratch + k * dim);
       terms[k] = {row, last};
       T* grad_last = touch(chunk.last, chunk.last_touched, digit, t.padded_last_size());
@@ -207,27 +222,6 @@ static void backward_rows(const TableView<T>& t, const PlanView& plan, const Gra
 }
 
 template <typename T>
-static void update(const CoreUpdate<T>& step, int64_t offset, const T* grad, int64_t rows,
-                   int64_t cols, int64_t ld) {
-  for (int64_t i = 0; i < rows; i++) {
-    const T* g = grad + i * ld;
-    const int64_t at = offset + i * cols;
-    if (step.kind == UpdateKind::kStore) {
-      std::memcpy(step.grad + at, g, cols * sizeof(T));
-    } else if (step.kind == UpdateKind::kSgd) {
-      scaled<T, true>(g, -step.learning_rate, cols, step.weight + at);
-    } else {
-      T* weight = step.weight + at;
-      T* sum = step.state + at;
-      for (int64_t j = 0; j < cols; j++) {
-        sum[j] += g[j] * g[j];
-        weight[j] -= step.learning_rate * g[j] / (std::sqrt(sum[j]) + step.eps);
-      }
-    }
-  }
-}
-
-template <typename T>
 static void backward(const TableView<T>& t, const PlanView& plan, const GradView<T>& grad,
                      const CoreUpdate<T>& mid_update, const BackwardChunk<T>& chunk, T* scratch) {
   const int64_t depth = prefixes_at_once(t);
@@ -236,8 +230,9 @@ static void backward(const TableView<T>& t, const PlanView& plan, const GradView
   T* mid_scratch = grad_p + depth * t.product_size();
   T* mid_grad_scratch = mid_scratch + t.padded_mid_size();
   T* row_scratch = mid_grad_scratch + t.padded_mid_size();
+  T* slice_scratch = row_scratch + kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim();
   OuterTerm<T> terms[kOuterDepth];
-  PrefixWalk<T> walk{t, plan, mid_scratch};
+  PrefixWalk<T> walk{t, plan, mid_scratch, slice_scratch};
   const int64_t n = t.n_mid * t.ld_rank;
   int64_t q = chunk.prefix_begin;
   while (q < chunk.prefix_end) {
@@ -249,7 +244,7 @@ static void backward(const TableView<T>& t, const PlanView& plan, const GradView
     while (same_group) {
       int64_t count = 0;
       for (; count < depth && same_group; count++, q++) {
-        walk.enter(q);
+        walk.enter(q, count);
         const T* p = walk.prefix_product(product_scratch);
         T* grad_p_q = grad_p + count * t.product_size();
         backward_rows(t, plan, grad, chunk, walk, q, p, grad_p_q, row_scratch);
@@ -280,24 +275,39 @@ static void add(const T* from, int64_t n, T* to) {
   scaled<T, true>(from, T(1), n, to);
 }
 
+// The slices of cores 0 and 1 whose product is a head.
 template <typename T>
-static void head_forward(const HeadPair<T>& h, int64_t digit, T* head) {
+struct HeadSlices {
+  const T* slice0;  // [n0, r1]
+  const T* slice1;  // [r1, n1 * r2]
+
+  HeadSlices(const HeadPair<T>& h, int64_t digit, T* scratch)
+      : slice0(elements(h.core0, h.storage, digit / h.m1 * h.size0(), h.size0(), scratch)),
+        slice1(elements(h.core1, h.storage, digit % h.m1 * h.size1(), h.size1(),
+                        scratch + (h.scratch() ? h.size0() : 0))) {}
+};
+
+template <typename T>
+static void head_forward(const HeadPair<T>& h, int64_t digit, T* head, T* scratch) {
+  const HeadSlices<T> s(h, digit, scratch);
   const int64_t n = h.n1 * h.r2;
-  product(h.core0 + digit / h.m1 * h.n0 * h.r1, h.r1, h.core1 + digit % h.m1 * h.r1 * n, n, h.n0,
-          h.r1, n, head, n);
+  product(s.slice0, h.r1, s.slice1, n, h.n0, h.r1, n, head, n);
 }
 
 template <typename T>
-static void head_grad0(const HeadPair<T>& h, int64_t digit, const T* grad_head, T* grad0) {
+static void head_grad0(const HeadPair<T>& h, int64_t digit, const T* grad_head, T* grad0,
+                       T* scratch) {
+  const HeadSlices<T> s(h, digit, scratch);
   const int64_t n = h.n1 * h.r2;
-  product_transposed<T, true>(grad_head, n, h.core1 + digit % h.m1 * h.r1 * n, n, h.n0, h.r1, n,
-                              grad0, h.r1);
+  product_transposed<T, true>(grad_head, n, s.slice1, n, h.n0, h.r1, n, grad0, h.r1);
 }
 
 template <typename T>
-static void head_grad1(const HeadPair<T>& h, int64_t digit, const T* grad_head, T* grad1) {
+static void head_grad1(const HeadPair<T>& h, int64_t digit, const T* grad_head, T* grad1,
+                       T* scratch) {
+  const HeadSlices<T> s(h, digit, scratch);
   const int64_t n = h.n1 * h.r2;
-  const OuterTerm<T> term{h.core0 + digit / h.m1 * h.n0 * h.r1, grad_head};
+  const OuterTerm<T> term{s.slice0, grad_head};
   outer_product<T, true>(&term, 1, h.r1, 1, n, h.r1, h.n0, n, grad1, n);
 }
 

@@ -17,6 +17,9 @@ struct PlanView {
   const int32_t* prefix_starts;  // [Q + 1]
 };
 
+// How the elements of a core are kept: as T, in which all sums are, or in 16 bits.
+enum class Storage { kNative, kBFloat16, kFloat16 };
+
 // One table as head, mid and last (tt_shape.h). P of a prefix is [m_rows, rank], padded to ld_rank.
 template <typename T>
 struct TableView {
@@ -27,10 +30,12 @@ struct TableView {
   int64_t m_rows;          // n_head * n_mid
   int64_t m_head, m_last, key_base;
   bool has_mid;             // false: P is the head slice
-  const T* head;            // [heads, n_head * r_head]
+  Storage storage;          // of mid and last
+  Storage head_storage;     // of head: T for 4 cores, whose heads are products
+  const void* head;         // [heads, n_head * r_head]
   const int32_t* head_at;   // [Q] a prefix's place in head, or null: its head digit
-  const T* mid;             // [m_mid, r_head * n_mid * rank]
-  const T* last;            // [m_last, rank * n_last]
+  const void* mid;          // [m_mid, r_head * n_mid * rank]
+  const void* last;         // [m_last, rank * n_last]
   const T* last_transposed;  // [m_last, n_last * ld_rank] or null: transposed row by row
 
   int64_t dim() const { return m_rows * n_last; }
@@ -51,16 +56,22 @@ struct GradView {
   T* grad_weights;           // [N] or null
 };
 
-enum class UpdateKind { kStore, kSgd, kAdagrad };
+enum class Optimizer { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
 
-// What to do with the gradient of a core's slice: store it, or step the core.
+// What to do with the gradient of a core's slice (update.h).
 template <typename T>
 struct CoreUpdate {
-  UpdateKind kind = UpdateKind::kStore;
-  T learning_rate = 0, eps = 0;
-  T* weight = nullptr;  // kSgd, kAdagrad
-  T* state = nullptr;   // kAdagrad: sum of squared gradients
-  T* grad = nullptr;    // kStore
+  T* grad = nullptr;  // not null: store it here, like the core, and step nothing
+  Optimizer optimizer = Optimizer::kSgd;
+  T learning_rate = 0, eps = 0, beta1 = 0, beta2 = 0, weight_decay = 0;
+  bool decoupled_weight_decay = false;
+  T step_size = 0, bias2_sqrt = 1;  // adam: lr / (1 - b1^t), sqrt(1 - b2^t)
+  void* weight = nullptr;
+  Storage storage = Storage::kNative;
+  bool is_stochastic = false;  // how a 16-bit core is rounded
+  uint64_t rounding_key = 0;   // of the table, the core and the step
+  T* moment1 = nullptr;        // adagrad: like the core; rowwise_adagrad: [m_k]; adam: like the core
+  T* moment2 = nullptr;        // adam: like the core
 };
 
 // Prefixes [prefix_begin, prefix_end) of one table, and the gradients that they alone own.
@@ -85,13 +96,18 @@ int64_t prefixes_at_once(const TableView<T>& table) {
 
 // Elements of scratch that one worker needs.
 template <typename T>
+int64_t slice_scratch(const TableView<T>& t) {  // to widen a slice of any core of 16 bits
+  if (t.storage == Storage::kNative) return 0;
+  return prefixes_at_once(t) * t.head_size() + t.mid_size() + t.rank * t.n_last;
+}
+template <typename T>
 int64_t forward_scratch(const TableView<T>& t) {
-  return t.product_size() + t.padded_mid_size() + t.padded_last_size();
+  return t.product_size() + t.padded_mid_size() + t.padded_last_size() + slice_scratch(t);
 }
 template <typename T>
 int64_t backward_scratch(const TableView<T>& t) {
   return t.product_size() * (1 + prefixes_at_once(t)) + 2 * t.padded_mid_size() +
-         kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim();
+         kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim() + slice_scratch(t);
 }
 
 // The two outer cores of a 4-core table, whose products are the heads.
@@ -99,9 +115,13 @@ template <typename T>
 struct HeadPair {
   int64_t n0, r1, n1, r2;     // slices [n0, r1] and [r1, n1 * r2]; a head is [n0 * n1, r2]
   int64_t m1;                 // head digit = i0 * m1 + i1
-  const T* core0;
-  const T* core1;
+  const void* core0;
+  const void* core1;
+  Storage storage;
+  int64_t size0() const { return n0 * r1; }
+  int64_t size1() const { return r1 * n1 * r2; }
   int64_t head_size() const { return n0 * n1 * r2; }
+  int64_t scratch() const { return storage == Storage::kNative ? 0 : size0() + size1(); }
 };
 
 template <typename T>
@@ -115,15 +135,17 @@ struct Kernels {
                int64_t begin, int64_t end, T* out);
   void (*backward)(const TableView<T>&, const PlanView&, const GradView<T>&, const CoreUpdate<T>& mid,
                    const BackwardChunk<T>&, T* scratch);
-  void (*transpose_last)(const TableView<T>&, int64_t begin, int64_t end, T* out);
-  // steps or stores the [rows, cols] slice at `offset` of a core, its gradient in rows of ld
+  void (*transpose_last)(const TableView<T>&, int64_t begin, int64_t end, T* out, T* scratch);
+  // stores, or steps the core on, the gradient of its [rows, cols] slice at `offset`, in rows of ld
   void (*update)(const CoreUpdate<T>&, int64_t offset, const T* grad, int64_t rows, int64_t cols,
                  int64_t ld);
   void (*add)(const T* from, int64_t n, T* to);
-  void (*head_forward)(const HeadPair<T>&, int64_t digit, T* head);
+  void (*head_forward)(const HeadPair<T>&, int64_t digit, T* head, T* scratch);
   // grad0 [n0 * r1] += and grad1 [r1 * n1 * r2] += what the head's gradient gives its two slices
-  void (*head_grad0)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad0);
-  void (*head_grad1)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad1);
+  void (*head_grad0)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad0,
+                     T* scratch);
+  void (*head_grad1)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad1,
+                     T* scratch);
 };
 
 extern const Kernels<float> kGenericFloat;

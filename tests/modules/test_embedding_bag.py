@@ -109,7 +109,8 @@ def test_autocast_leaves_cores_and_output_in_float32():
     [
         ({"mode": "median"}, "mode must be 'sum' or 'mean', got 'median'"),
         ({"padding_idx": 50}, r"padding_idx must be in \[-50, 50\), got 50"),
-        ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64"),
+        ({"dtype": torch.int32}, "dtype must be one of .*, got torch.int32"),
+        ({"output_dtype": torch.int32}, "output_dtype must be None or one of .* got torch.int32"),
         ({"tt_ranks": [4]}, "row_factors|tt_ranks"),
         ({"tt_ranks": 8}, "tt_ranks must be positive integers, got 8"),
         ({"tt_ranks": [4, 4.0]}, r"tt_ranks must be positive integers, got \[4, 4.0\]"),
@@ -191,3 +192,42 @@ def test_it_exports():
     bag = make_bag(mode="sum").requires_grad_(False)
     exported = torch.export.export(bag, (IDS, OFFSETS))
     torch.testing.assert_close(exported.module()(IDS, OFFSETS), bag(IDS, OFFSETS))
+
+
+def test_half_cores_give_float32_outputs_unless_another_dtype_is_asked_for():
+    bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], dtype=torch.bfloat16, output_dtype=torch.float16)
+    plain = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], dtype=torch.bfloat16)
+    plain.load_state_dict(bag.state_dict())
+    ids, offsets = torch.tensor([3, 7, 9]), torch.tensor([0, 2])
+    assert plain(ids, offsets).dtype == torch.float32
+    assert torch.equal(bag(ids, offsets), plain(ids, offsets).half())
+    bag(ids, offsets).sum().backward()
+    assert bag.tt_cores[0].grad.dtype == torch.bfloat16
+
+
+def test_autocast_leaves_the_cores_and_the_output_alone():
+    bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4])
+    ids, offsets = torch.tensor([3, 7, 9]), torch.tensor([0, 2])
+    expected = bag(ids, offsets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = bag(ids, offsets)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}])
+def test_optimizers_of_torch_train_the_cores_on_their_dense_gradients(kind, settings):
+    if settings and kind is torch.optim.RMSprop:
+        settings = {"momentum": 0.9}
+    bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], dtype=torch.float64)
+    optimizer = kind(bag.parameters(), lr=0.05, **settings)
+    ids, target = torch.arange(50), torch.randn(50, 8, dtype=torch.float64)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (bag(ids, ids) - target).square().mean()
+        loss.backward()
+        assert all(core.grad.layout == torch.strided for core in bag.tt_cores)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

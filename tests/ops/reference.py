@@ -19,8 +19,10 @@ SHAPES = {
     "3 cores": ((3, 4, 5), (2, 2, 4), (3, 7)),
     "3 cores, aligned": ((6, 7, 8), (4, 4, 4), (32, 32)),
     "3 cores, long last": ((2, 3, 60), (3, 5, 1), (8, 16)),
+    "2 cores, very long last": ((2, 600), (2, 2), (3,)),
     "3 cores, rank 1": ((5, 1, 3), (1, 7, 2), (1, 1)),
     "4 cores": ((3, 2, 4, 5), (2, 1, 3, 2), (3, 2, 5)),
+    "4 cores, 16 columns": ((3, 2, 4, 3), (2, 2, 2, 2), (3, 4, 5)),
     "4 cores, aligned": ((3, 4, 3, 4), (2, 2, 2, 2), (8, 16, 8)),
 }
 
@@ -46,6 +48,7 @@ def make_lookup(*names: str, num_features: int = 1, **kwargs) -> Lookup:
 
 
 def make_cores(lookup: Lookup, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random cores; those of 16 bits hold what float32 ones of the same call hold, rounded."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -101,5 +104,8 @@ def dense_lookup(
         )
         if lookup.pooling == "mean":
             output = output / offsets.diff().clamp(min=1)[:, None]
+        if lookup.pooling == "none":
+            output = tables[t][batch.indices[begin:end].long()]
+            output = output if weights is None else output * weights[begin:end, None]
         outputs.append(output)
-    return torch.cat(outputs, dim=1)
+    return torch.cat(outputs, dim=0 if lookup.pooling == "none" else 1)

@@ -18,18 +18,21 @@ _OPTIMIZERS: dict[EmbOptimType, OptimizerName] = {
     EmbOptimType.SGD: "sgd",
     EmbOptimType.EXACT_SGD: "sgd",
     EmbOptimType.EXACT_ADAGRAD: "adagrad",
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
+    EmbOptimType.ADAM: "adam",
 }
 _UNSUPPORTED = ("gradient_clipping", "max_norm", "momentum_wd", "regularization_mode")
-_WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2)
-_NUMBERS = ("learning_rate", "eps", "weight_decay")
+_WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+_NUMBERS = ("learning_rate", "eps", "weight_decay", "beta1", "beta2")
 
 
 def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizerConfig:
     """Returns the cores' optimizer that a sharder's `fused_params` ask for.
 
-    `optimizer` (default EXACT_SGD), `learning_rate`, `eps` and `weight_decay` are read; the
-    defaults are those of TTOptimizerConfig and weight decay is coupled, as in torch.optim. What
-    only the kernels of regular tables know (cache and precision settings) is left to them.
+    `optimizer` (default EXACT_SGD), `learning_rate`, `eps`, `beta1`, `beta2`, `weight_decay`,
+    `weight_decay_mode` and `stochastic_rounding` are read; the defaults are those of
+    TTOptimizerConfig and weight decay is coupled unless the mode is DECOUPLE. What only the kernels
+    of regular tables know (cache and precision settings) is left to them.
 
     Raises:
         ValueError: if the optimizer is not supported for Tensor-Train tables, or a setting would
@@ -56,7 +59,14 @@ def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizer
             f"{[m.name for m in _WEIGHT_DECAY_MODES]} for Tensor-Train tables, got {mode!r}"
         )
     given = {name: float(fused_params[name]) for name in _NUMBERS if name in fused_params}
-    return TTOptimizerConfig(optimizer=_OPTIMIZERS[optimizer], **given)
+    betas = (given.pop("beta1", 0.9), given.pop("beta2", 0.999))
+    return TTOptimizerConfig(
+        optimizer=_OPTIMIZERS[optimizer],
+        betas=betas,
+        decoupled_weight_decay=mode == WeightDecayMode.DECOUPLE,
+        stochastic_rounding=bool(fused_params.get("stochastic_rounding", True)),
+        **given,
+    )
 
 
 def check_optimizer_params(fused_params: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torchrec_tt.ops.embedding_bag import embedding_bag
+from torchrec_tt.modules.table_batched import check_dtypes
+from torchrec_tt.ops.embedding_bag import embedding_bag, sum_dtype
 from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
 from torchrec_tt.tt import cores as tt_cores
 from torchrec_tt.tt.factorize import make_shape
@@ -31,7 +32,9 @@ class TTEmbeddingBag(nn.Module):
         check_mode: for ids outside `[0, num_embeddings)`: "fatal" raises, "warning" and "ignore"
             read row 0.
         device: of the cores; "meta" is allowed.
-        dtype: of the cores and the output, float32 or float64.
+        dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
+            float64 cores).
+        output_dtype: of the output; None: that of the sums.
 
     Attributes:
         tt_cores: the parameters, core k `[m_k, r_k * n_k * r_{k+1}]`.
@@ -66,6 +69,7 @@ class TTEmbeddingBag(nn.Module):
         check_mode: CheckMode = "fatal",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if mode == "max":
@@ -75,8 +79,7 @@ class TTEmbeddingBag(nn.Module):
         if tt_init not in get_args(TTInit):
             raise ValueError(f"tt_init must be one of {get_args(TTInit)}, got {tt_init!r}")
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        check_dtypes(dtype, output_dtype=output_dtype)
         self.shape = make_shape(
             num_embeddings,
             embedding_dim,
@@ -86,6 +89,7 @@ class TTEmbeddingBag(nn.Module):
         )
         self.num_embeddings = self.shape.num_embeddings
         self.embedding_dim = self.shape.embedding_dim
+        self._output_dtype = output_dtype
         self.mode, self.include_last_offset, self.tt_init = mode, include_last_offset, tt_init
         self.padding_idx = _checked_padding_idx(padding_idx, self.num_embeddings)
         self.tt_cores = nn.ParameterList(
@@ -127,7 +131,7 @@ class TTEmbeddingBag(nn.Module):
                     f"per_sample_weights must have the shape of input, {tuple(input.shape)}, "
                     f"got {tuple(per_sample_weights.shape)}"
                 )
-            per_sample_weights = per_sample_weights.reshape(-1).to(self.tt_cores[0].dtype)
+            per_sample_weights = per_sample_weights.reshape(-1).to(sum_dtype(self.tt_cores[0]))
         if self.padding_idx is not None:
             _check_offsets(offsets, indices.numel())
             is_kept = indices != self.padding_idx
@@ -135,13 +139,14 @@ class TTEmbeddingBag(nn.Module):
             indices, offsets = indices[is_kept], kept[offsets.long()]
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights[is_kept]
-        return embedding_bag(
+        output = embedding_bag(
             indices,
             offsets,
             cores=list(self.tt_cores),
             lookup=self._lookup,
             per_sample_weights=per_sample_weights,
         )
+        return output if self._output_dtype is None else output.to(self._output_dtype)
 
     def _flat(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns indices [N] and offsets [B + 1]."""

@@ -1,5 +1,6 @@
 """TTTableBatchedEmbeddingBags: many TT tables in one call, trained as parameters or in backward."""
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,11 +15,13 @@ from torchrec_tt.ops.embedding_bag import (
     embedding_bag_backward_update,
     embedding_bag_forward,
     plan,
+    sum_dtype,
 )
 from torchrec_tt.ops.lookup import CheckMode, Lookup, Pooling, TTTable
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
 ReduceGradients = Callable[[list[Tensor]], None]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TTTableBatchedEmbeddingBags(nn.Module):
@@ -26,7 +29,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
 
     Args:
         tables: in the order of the features that read them; names are unique.
-        pooling: of every table.
+        pooling: of every table; "none" returns a row per index, see `Lookup`.
         check_mode: what to do with ids outside `[0, num_rows)`, see `Lookup`.
         optimizer: steps the cores inside backward, which then leaves `.grad` None; None gives
             ordinary gradients.
@@ -34,7 +37,9 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             gradients of all cores, to sum them over the replicas in place, before the step.
             It is called on every rank, with zeros where a rank had no ids.
         device: of the cores; "meta" is allowed.
-        dtype: of the cores and the output, float32 or float64.
+        dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
+            float64 cores), and so are the optimizer's moments.
+        output_dtype: of the output; None: that of the sums.
 
     Attributes:
         cores: table name to its list of cores, core k `[m_k, r_k * n_k * r_{k+1}]`. They are not
@@ -56,13 +61,13 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         reduce_gradients: ReduceGradients | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         names = [table.name for table in tables]
         if len(set(names)) != len(names):
             raise ValueError(f"tables must have different names, got {names}")
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        check_dtypes(dtype, output_dtype=output_dtype)
         if reduce_gradients is not None and optimizer is None:
             raise ValueError("reduce_gradients must come with an optimizer, got optimizer=None")
         self.lookup = Lookup(tables, pooling=pooling, check_mode=check_mode)
@@ -75,8 +80,13 @@ class TTTableBatchedEmbeddingBags(nn.Module):
                 for table in tables
             }
         )
-        self.optimizer = None if optimizer is None else CoreOptimizer(self.all_cores(), optimizer)
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = CoreOptimizer(
+                self.all_cores(), optimizer, rounding_seeds=_rounding_seeds(tables)
+            )
         self._reduce_gradients = reduce_gradients
+        self._output_dtype = output_dtype
 
     @property
     def tables(self) -> tuple[TTTable, ...]:
@@ -98,15 +108,22 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         offsets: Tensor,  # [F * B + 1] int32 or int64, feature-major
         *,
         per_sample_weights: Tensor | None = None,  # [N] floating
-    ) -> Tensor:  # [B, sum over features of D]
-        """Returns the pooled rows, feature after feature.
+    ) -> Tensor:  # [B, sum over features of D]; without pooling [N, D]
+        """Returns the pooled rows, feature after feature; without pooling, the row of every index.
 
         Raises:
             ValueError: for invalid ids, offsets or weights; the message names the table.
         """
+        output = self._pooled(indices, offsets, per_sample_weights)
+        return output if self._output_dtype is None else output.to(self._output_dtype)
+
+    def _pooled(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None
+    ) -> Tensor:
+        """The output in the dtype of the sums."""
         cores = self.all_cores()
         if per_sample_weights is not None:
-            per_sample_weights = per_sample_weights.to(cores[0].dtype)
+            per_sample_weights = per_sample_weights.to(sum_dtype(cores[0]))
         trained = next((core for core in cores if core.requires_grad), None)
         if self.optimizer is None or trained is None:
             return embedding_bag(
@@ -129,6 +146,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         """Steps the cores that require a gradient and returns the gradient of the weights."""
         optimizer = self.optimizer
         assert optimizer is not None
+        assert optimizer.config.eps is not None
         is_trained = [core.requires_grad for core in cores]
         if self._reduce_gradients is None and optimizer.is_fusable and all(is_trained):
             return embedding_bag_backward_update(
@@ -139,6 +157,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
                 optimizer=optimizer.config.optimizer,
                 learning_rate=optimizer.learning_rate,
                 eps=optimizer.config.eps,
+                rounding_seeds=optimizer.rounding_seeds(),
                 **call,
             )
         grads, grad_weights = embedding_bag_backward_dense(grad_output, batch_plan, cores, **call)
@@ -146,6 +165,23 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             self._reduce_gradients(grads)
         optimizer.step(itertools.compress(cores, is_trained), itertools.compress(grads, is_trained))
         return grad_weights
+
+
+def check_dtypes(dtype: torch.dtype, *, output_dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a dtype that cores or outputs cannot have."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}")
+    if output_dtype not in (None, *DTYPES):
+        raise ValueError(f"output_dtype must be None or one of {DTYPES}, got {output_dtype}")
+
+
+def _rounding_seeds(tables: Sequence[TTTable]) -> list[int]:
+    """One seed per core, from its table's name and its place, the same in every process."""
+    return [
+        int.from_bytes(hashlib.sha256(f"{table.name}:{k}".encode()).digest()[:7], "little")
+        for table in tables
+        for k in range(table.shape.num_cores)
+    ]
 
 
 class _StepInBackward(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrec_tt.ops.library import load
+from torchrec_tt.ops.library import operators, register_fake
 from torchrec_tt.ops.lookup import Lookup
 
 
@@ -32,7 +32,7 @@ def plan(
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     try:
-        batch_plan = _ops().plan(
+        batch_plan = operators().plan(
             indices.contiguous(),
             offsets.contiguous(),
             lookup.encoded_tables,
@@ -54,8 +54,11 @@ def embedding_bag_forward(
     lookup: Lookup,
     per_sample_weights: Tensor | None = None,  # [N]
 ) -> Tensor:  # [B, sum over features of D]
-    """Returns the pooled rows, feature after feature: sum_i w_i row_i, for mean over the length."""
-    return _ops().embedding_bag_forward(
+    """Returns the pooled rows, feature after feature: sum_i w_i row_i, for mean over the length.
+
+    Without pooling, the rows themselves, [N, D]. Float64 for float64 cores, else float32.
+    """
+    return operators().embedding_bag_forward(
         plan,
         cores,
         offsets,
@@ -77,7 +80,7 @@ def embedding_bag_backward_dense(
     weights_grad: bool = False,
 ) -> tuple[list[Tensor], Tensor]:  # like cores, and [N] (or [0] without weights_grad)
     """Returns the gradients of all cores, and of the per-sample weights if asked."""
-    return _ops().embedding_bag_backward_dense(
+    return operators().embedding_bag_backward_dense(
         grad_output.contiguous(),
         plan,
         cores,
@@ -94,22 +97,23 @@ def embedding_bag_backward_update(
     grad_output: Tensor,  # [B, sum over features of D]
     plan: list[Tensor],
     cores: Sequence[Tensor],  # stepped in place
-    states: Sequence[Tensor],  # like cores for adagrad (stepped in place), none for sgd
+    states: Sequence[Tensor],  # of every core in turn, stepped in place
     *,
     offsets: Tensor,
     lookup: Lookup,
     optimizer: str,
     learning_rate: float,
     eps: float,
+    rounding_seeds: Sequence[int] = (),
     per_sample_weights: Tensor | None = None,
     weights_grad: bool = False,
 ) -> Tensor:  # [N] (or [0] without weights_grad)
     """Steps the cores on their gradients in one pass, touching only slices that got one.
 
-    sgd: `w -= lr * g`. adagrad: `s += g * g; w -= lr * g / (sqrt(s) + eps)`. Both leave a slice
-    without a gradient as it was, so the step equals torch.optim's.
+    sgd, adagrad and rowwise_adagrad leave a slice without a gradient as it was, so the step equals
+    that of `step_cores`, whose states and seeds these are. adam does not and is refused.
     """
-    return _ops().embedding_bag_backward_update(
+    return operators().embedding_bag_backward_update(
         grad_output.contiguous(),
         plan,
         cores,
@@ -123,6 +127,7 @@ def embedding_bag_backward_update(
         optimizer,
         learning_rate,
         eps,
+        rounding_seeds,
     )
 
 
@@ -132,12 +137,15 @@ def embedding_bag(
     *,
     cores: Sequence[Tensor],  # of every table in turn, core k [m_k, r_k * n_k * r_{k+1}]
     lookup: Lookup,
-    per_sample_weights: Tensor | None = None,  # [N], of the cores' dtype
-) -> Tensor:  # [B, sum over features of D]
+    per_sample_weights: Tensor | None = None,  # [N], of the output's dtype
+) -> Tensor:  # [B, sum over features of D]; without pooling [N, D]
     """Returns pooled rows of TT tables, differentiable in the cores and the weights.
+
+    Sums, and so output and gradients, are float32 for float32, bfloat16 and float16 cores.
 
     `offsets` are feature-major, as in a KeyedJaggedTensor: the bag of feature f and sample b is
     `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`. An empty bag gives zeros.
+    Without pooling, they only say which indices are of which feature.
 
     Raises:
         ValueError: for invalid ids or offsets, or weights of another size or dtype.
@@ -186,18 +194,17 @@ class _EmbeddingBag(torch.autograd.Function):
         return None, None, None, grad_weights if weights_grad else None, *grad_cores
 
 
+def sum_dtype(core: Tensor) -> torch.dtype:
+    """Returns the dtype of sums, outputs, gradients and weights: float32 but for float64 cores."""
+    return torch.float64 if core.dtype == torch.float64 else torch.float32
+
+
 def cpu_isa() -> str:
     """Returns the instruction set that the CPU kernels use here: generic, avx2 or avx512."""
-    return _ops().cpu_isa()
+    return operators().cpu_isa()
 
 
-def _ops() -> Any:
-    """Returns the operators' namespace, or raises one sentence that says why there is none."""
-    if _problem is not None:
-        raise RuntimeError(_problem)
-    return torch.ops.torchrec_tt
-
-
+@register_fake("plan")
 def _fake_plan(
     indices: Tensor, offsets: Tensor, tables: list[int], feature_tables: list[int], check_mode: str
 ) -> list[Tensor]:
@@ -207,6 +214,7 @@ def _fake_plan(
     return [indices.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
 
 
+@register_fake("embedding_bag_forward")
 def _fake_forward(
     plan: list[Tensor],
     cores: list[Tensor],
@@ -218,10 +226,14 @@ def _fake_forward(
 ) -> Tensor:
     _check_one_device(cores)
     dims = _embedding_dims(tables)
+    if pooling == "none":
+        return cores[0].new_empty(plan[0].shape[0], dims[0], dtype=sum_dtype(cores[0]))
     batch_size = (offsets.shape[0] - 1) // len(feature_tables)
-    return cores[0].new_empty(batch_size, sum(dims[t] for t in feature_tables))
+    columns = sum(dims[t] for t in feature_tables)
+    return cores[0].new_empty(batch_size, columns, dtype=sum_dtype(cores[0]))
 
 
+@register_fake("embedding_bag_backward_dense")
 def _fake_backward_dense(
     grad_output: Tensor,
     plan: list[Tensor],
@@ -233,10 +245,12 @@ def _fake_backward_dense(
     pooling: str,
     weights_grad: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    grad_weights = cores[0].new_empty(plan[0].shape[0] if weights_grad else 0)
-    return [torch.empty_like(core) for core in cores], grad_weights
+    dtype = sum_dtype(cores[0])
+    grad_weights = cores[0].new_empty(plan[0].shape[0] if weights_grad else 0, dtype=dtype)
+    return [torch.empty_like(core, dtype=dtype) for core in cores], grad_weights
 
 
+@register_fake("embedding_bag_backward_update")
 def _fake_backward_update(
     grad_output: Tensor,
     plan: list[Tensor],
@@ -251,8 +265,9 @@ def _fake_backward_update(
     optimizer: str,
     learning_rate: float,
     eps: float,
+    rounding_seeds: list[int],
 ) -> Tensor:
-    return cores[0].new_empty(plan[0].shape[0] if weights_grad else 0)
+    return cores[0].new_empty(plan[0].shape[0] if weights_grad else 0, dtype=sum_dtype(cores[0]))
 
 
 def _embedding_dims(encoded_tables: list[int]) -> list[int]:
@@ -269,22 +284,3 @@ def _check_one_device(cores: list[Tensor]) -> None:
     devices = {core.device for core in cores}
     if len(devices) > 1:
         raise ValueError(f"cores must be on one device, got {sorted(map(str, devices))}")
-
-
-def _load() -> str | None:
-    """Loads the library and registers the fakes; returns what is wrong, if anything is."""
-    try:
-        load()
-    except RuntimeError as error:
-        return str(error)
-    for name, fake in (
-        ("plan", _fake_plan),
-        ("embedding_bag_forward", _fake_forward),
-        ("embedding_bag_backward_dense", _fake_backward_dense),
-        ("embedding_bag_backward_update", _fake_backward_update),
-    ):
-        torch.library.register_fake(f"torchrec_tt::{name}", fake)
-    return None
-
-
-_problem = _load()

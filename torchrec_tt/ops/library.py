@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -60,3 +62,37 @@ def load() -> None:
             f"torchrec_tt's compiled operators do not load in torch {torch.__version__} "
             f"({error}): {_BUILD_HINT}"
         ) from error
+
+
+def _try_to_load() -> str | None:
+    """Loads the operators; returns what is wrong, if anything is."""
+    try:
+        load()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+_problem = _try_to_load()
+
+
+def operators() -> Any:
+    """Returns the operators' namespace.
+
+    Raises:
+        RuntimeError: one sentence that says why there is none.
+    """
+    if _problem is not None:
+        raise RuntimeError(_problem)
+    return torch.ops.torchrec_tt
+
+
+def register_fake(name: str) -> Callable[[Callable], Callable]:
+    """Registers the decorated function as what an operator does to fake tensors, if it is there."""
+
+    def register(fake: Callable) -> Callable:
+        if _problem is None:
+            torch.library.register_fake(f"torchrec_tt::{name}", fake)
+        return fake
+
+    return register

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_tt.tt.shape import TTShape
 
-Pooling = Literal["sum", "mean"]
+Pooling = Literal["sum", "mean", "none"]
 CheckMode = Literal["fatal", "warning", "ignore"]
 
 
@@ -61,12 +61,14 @@ class Lookup:
 
     Args:
         tables: in the order of the features that read them.
-        pooling: how a bag's rows become one.
+        pooling: how a bag's rows become one; "none" gives a row per index instead, of tables of
+            one embedding_dim.
         check_mode: for ids outside `[0, block_size)`: "fatal" raises, "warning" and "ignore" read
             row 0 (FBGEMM's bounds-check modes).
 
     Raises:
-        ValueError: if there is no table or a choice is unknown.
+        ValueError: if there is no table, a choice is unknown, or tables without pooling differ in
+            embedding_dim.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class Lookup:
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+        dims = sorted({table.shape.embedding_dim for table in tables})
+        if pooling == "none" and len(dims) > 1:
+            raise ValueError(f"tables must have one embedding_dim for pooling 'none', got {dims}")
         self.tables = tuple(tables)
         self.pooling = pooling
         self.check_mode = check_mode
