@@ -47,7 +47,7 @@ sanitize: build
 	$(BIN)/cmake --build build/sanitize
 	TORCHREC_TT_LIBRARY=$(abspath build/sanitize/_C.so) ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  $(BIN)/python -m pytest tests/ops/test_embedding_bag.py tests/ops/test_lookup.py -k "not every_instruction_set and not opcheck"
+	  $(BIN)/python -m pytest tests/ops tests/test_optim.py tests/modules -k "not every_instruction_set and not instruction_sets and not opcheck and not library"
 
 # Compiles every .cu for the architectures we support; there are none yet.
 cuda-check:
