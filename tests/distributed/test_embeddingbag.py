@@ -115,21 +115,29 @@ def test_weighted_training_equals_unsharded(two_ranks: Ranks, types: tuple[str, 
     two_ranks.run(train_both, {"t0": types[0], "t1": types[1]}, "adagrad", PoolingType.SUM, True)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "means"),
-    [
-        ((RW, RW, RW, RW), "t0 t1 r0 r1"),
-        ((TW, DP, DP, TW), "t0 t1 r0 r1"),
-        ((RW, RW, RW, RW), "t0 t1 r0"),
-        ((RW, TW, DP, RW), "t1 r0"),  # the row-wise tables pool by SUM
-    ],
-)
-def test_mean_pooling_equals_unsharded(
-    two_ranks: Ranks, kinds: tuple[str, ...], means: str
-) -> None:
-    types = dict(zip(["t0", "t1", "r0", "r1"], kinds, strict=True))
-    pooling = dict.fromkeys(means.split(), PoolingType.MEAN)
-    two_ranks.run(train_both, types, "sgd", pooling)
+MEANS = ["t0 t1 r0 r1", "t0 r0", "r0", "t1 r1"]  # f0 is read by t0 and r0
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_mean_pooling_equals_unsharded_in_any_mix(two_ranks: Ranks, means: str) -> None:
+    for kinds in [
+        (RW, RW, RW, RW),
+        (TW, DP, DP, TW),
+        (RW, TW, DP, RW),
+        (DP, RW, RW, CW),
+        (TW, TW, RW, TWCW),
+    ]:
+        types = dict(zip(["t0", "t1", "r0", "r1"], kinds, strict=True))
+        pooling = dict.fromkeys(means.split(), PoolingType.MEAN)
+        two_ranks.run(train_both, types, "sgd", pooling)
+
+
+@pytest.mark.parametrize("means", MEANS[:2])
+def test_mean_pooling_on_two_nodes_equals_unsharded(two_nodes: Ranks, means: str) -> None:
+    for kinds in [(TWRW, TW, GRID, RW), (RW, TWRW, DP, GRID), (TWRW, TWRW, TWRW, CW)]:
+        types = dict(zip(["t0", "t1", "r0", "r1"], kinds, strict=True))
+        pooling = dict.fromkeys(means.split(), PoolingType.MEAN)
+        two_nodes.run(train_both, types, "sgd", pooling)
 
 
 def without_ids(batch: Any, *, start: int, stop: int) -> Any:

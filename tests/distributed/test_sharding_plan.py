@@ -12,6 +12,7 @@ from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    grid_shard,
     row_wise,
     table_row_wise,
     table_wise,
@@ -40,7 +41,6 @@ from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharde
 from torchrec_tt.distributed.sharding_plan import (
     TT_COMPUTE_KERNEL,
     check_env,
-    check_mean_pooling,
     check_plan,
     with_tt_kernel,
 )
@@ -228,36 +228,6 @@ def test_a_regular_table_on_the_tt_kernel_is_refused() -> None:
         check_plan(ebc, plan, world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("types", "is_right"),
-    [
-        ("row_wise row_wise row_wise row_wise", True),
-        ("row_wise table_row_wise row_wise row_wise", True),
-        ("table_wise data_parallel column_wise table_wise", True),
-        ("row_wise table_wise row_wise row_wise", False),
-        ("data_parallel data_parallel row_wise data_parallel", False),
-        ("grid_shard table_wise table_wise table_wise", False),
-    ],
-)
-def test_mean_pooling_is_refused_where_torchrec_divides_wrongly(types: str, is_right: bool) -> None:
-    configs = tables(PoolingType.MEAN)
-    by_name = dict(zip([c.name for c in configs], types.split(), strict=True))
-    if is_right:
-        check_mean_pooling(configs, by_name)
-    else:
-        with pytest.raises(ValueError, match="MEAN pooling of a"):
-            check_mean_pooling(configs, by_name)
-    check_mean_pooling(tables(PoolingType.SUM), by_name)
-
-
-def test_row_wise_mean_beside_a_shared_feature_of_a_sum_table_is_refused() -> None:
-    everywhere = dict.fromkeys(["t0", "t1", "r0", "r1"], "row_wise")
-    check_mean_pooling(tables(dict.fromkeys(["r0", "t0"], PoolingType.MEAN)), everywhere)
-    for name in ("r0", "t1"):  # f0 is read by r0 and t0, and t0 pools by SUM
-        with pytest.raises(ValueError, match=f"got table '{name}'"):
-            check_mean_pooling(tables({name: PoolingType.MEAN}), everywhere)
-
-
 def test_dtensor_state_dicts_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="DTensor"):
         check_env(ShardingEnv(1, 0, None, output_dtensor=True))
@@ -288,6 +258,7 @@ def forward_backward(rank: int, kinds: list[str], world_size: int) -> None:
     generators = {
         "table_wise": table_wise(rank=world_size - 1),
         "row_wise": row_wise(),
+        "table_row_wise": table_row_wise(host_index=0),
         "data_parallel": data_parallel(),
     }
     (batch,) = batches(1, size=BATCH_SIZE * world_size)
@@ -317,20 +288,27 @@ def forward_backward(rank: int, kinds: list[str], world_size: int) -> None:
 
 @pytest.mark.slow
 def test_u12_u14_every_type_that_is_allowed_builds_and_learns(two_ranks: Ranks) -> None:
-    kinds = ["table_wise", "row_wise", "data_parallel"]
+    kinds = ["table_wise", "row_wise", "table_row_wise", "data_parallel"]
     two_ranks.run(forward_backward, kinds, 2)
 
 
 def refused_everywhere(rank: int) -> list[str]:
     """Bad plans against the whole stack: the same words on every rank, and no collective begun."""
+    bad: list[dict[str, Any]] = [
+        {"t0": column_wise(ranks=[0, 1])},
+        {"t0": table_row_wise(host_index=0), "t1": column_wise(ranks=[1, 0])},
+        {"t1": grid_shard(host_indexes=[0])},
+        {},
+    ]
     messages = []
-    for bad in ("column_wise", "mean", "kernel"):
-        pooling = PoolingType.MEAN if bad == "mean" else PoolingType.SUM
-        model = on_meta(unsharded(pooling=pooling))
-        plan = hand_made(model.ebc, t0=row_wise() if bad == "mean" else column_wise(ranks=[0, 1]))
-        if bad == "kernel":
+    for generators in bad:
+        model = on_meta(unsharded())
+        plan = hand_made(model.ebc, **generators)
+        if "t1" in generators and plan["t1"].sharding_type == "column_wise":
+            plan["t1"].sharding_type = "table_column_wise"
+        if not generators:
             plan["r0"].compute_kernel = TT_COMPUTE_KERNEL
-        with pytest.raises(ValueError, match=r"must be one of|MEAN pooling|'r0'") as error:
+        with pytest.raises(ValueError, match=r"must be one of|'r0'") as error:
             DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}), sharders=[sharder()])
         messages.append(str(error.value))
     dist.barrier()  # nobody is stuck in an earlier collective
@@ -341,9 +319,10 @@ def refused_everywhere(rank: int) -> list[str]:
 def test_a_bad_plan_raises_the_same_on_every_rank(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(refused_everywhere)
     assert first == second
-    assert "'t0'" in first[0]
-    assert "MEAN" in first[1]
-    assert TT_COMPUTE_KERNEL in first[2]
+    assert "got 'column_wise' for table 't0'" in first[0]
+    assert "got 'table_column_wise' for table 't1'" in first[1]
+    assert "got 'grid_shard' for table 't1'" in first[2]
+    assert TT_COMPUTE_KERNEL in first[3]
 
 
 def unsharded_in_dmp(rank: int) -> list[str]:

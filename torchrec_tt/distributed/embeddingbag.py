@@ -1,9 +1,10 @@
 """TTEmbeddingBagCollection sharded: the sharder and the module it makes."""
 
+import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
@@ -11,9 +12,12 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_mean
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
     ShardedTTCollection,
@@ -49,6 +53,16 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     tables_name = TTEmbeddingBagCollection.tables_name
     configs_name = "_embedding_bag_configs"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_mean_pooling_callback = False  # TorchRec's, which divides other tables too
+        self._row_wise_mean = RowWiseMean(
+            self._embedding_bag_configs,
+            {name: p.sharding_type for name, p in self.module_sharding_plan.items()},
+            embedding_names=self._embedding_names,
+            embedding_dims=self._embedding_dims,
+        )
+
     @classmethod
     def create_grouped_sharding_infos(
         cls,
@@ -62,6 +76,10 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
             LogicalWeights(module), table_name_to_parameter_sharding, prefix, fused_params, suffix
         )
         tell_shapes(infos_by_type, module.tt_shapes)
+        for sharding_type, infos in infos_by_type.items():
+            for info in infos:
+                if is_summed_mean(info.embedding_config, sharding_type):
+                    info.embedding_config.pooling = PoolingType.SUM
         return infos_by_type
 
     @classmethod
@@ -94,8 +112,20 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         Raises:
             NotImplementedError: if the features have different batch sizes (VBE).
         """
+        features = maybe_td_to_kjt(features, None)
         check_one_batch_size(features)
+        ctx.divisor = self._row_wise_mean.divisor(features)
         return super().input_dist(ctx, features)
+
+    def output_dist(
+        self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[KeyedTensor]:
+        return _with_mean(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        return _with_mean(super().compute_and_output_dist(ctx, input), ctx)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -106,6 +136,14 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
         return TTEmbeddingBagCollection
+
+
+def _with_mean(
+    pooled: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
+) -> LazyAwaitable[KeyedTensor]:
+    if ctx.divisor is not None:
+        pooled.callbacks.append(functools.partial(divide, divisor=ctx.divisor))
+    return pooled
 
 
 class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):

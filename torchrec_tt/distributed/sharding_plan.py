@@ -6,7 +6,6 @@ rank, before any collective.
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -16,13 +15,11 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_tt.distributed.fused_params import check_output_dtype
 from torchrec_tt.modules.embedding_configs import TTTableConfig
 from torchrec_tt.modules.embedding_modules import (
     TTCollection,
-    TTEmbeddingBagCollection,
     tt_configs,
 )
 
@@ -39,7 +36,6 @@ ROW_SPLITTING_TYPES = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 )
-_DIVIDED_TYPES = ROW_SPLITTING_TYPES[:2]  # those whose MEAN TorchRec divides afterwards
 
 
 def check_env(env: ShardingEnv) -> None:
@@ -91,10 +87,6 @@ def check_plan(
             local_world_size=local_world_size or world_size,
             pg=pg,
         )
-    if isinstance(module, TTEmbeddingBagCollection):
-        check_mean_pooling(
-            module.embedding_bag_configs(), {name: p.sharding_type for name, p in plan.items()}
-        )
 
 
 def check_sharding_type(table: str, sharding_type: str) -> None:
@@ -106,39 +98,6 @@ def check_sharding_type(table: str, sharding_type: str) -> None:
         raise ValueError(
             f"sharding_type must be one of {list(TT_SHARDING_TYPES)} for a Tensor-Train table, "
             f"got {sharding_type!r} for table {table!r}"
-        )
-
-
-def check_mean_pooling(
-    configs: list[EmbeddingBagConfig],
-    sharding_types: Mapping[str, str],  # table name to sharding type
-) -> None:
-    """Raises ValueError where TorchRec would divide a MEAN wrongly.
-
-    TorchRec pools row-wise tables by SUM and divides afterwards, but by one divisor for the whole
-    collection. So it divides the outputs of tables that are not row-wise too, and confuses the
-    divisors of a feature that a SUM table shares with another. It never divides GRID_SHARD tables.
-    """
-    by_name = {config.name: sharding_types[config.name] for config in configs}
-    means = [
-        config
-        for config in configs
-        if config.pooling == PoolingType.MEAN and by_name[config.name] in ROW_SPLITTING_TYPES
-    ]
-    readers = Counter(feature for config in configs for feature in config.feature_names)
-    has_shared_sum = any(
-        readers[feature] > 1
-        for config in configs
-        if config.pooling == PoolingType.SUM
-        for feature in config.feature_names
-    )
-    is_divided_alike = all(kind in _DIVIDED_TYPES for kind in by_name.values())
-    if means and (has_shared_sum or not is_divided_alike):
-        raise ValueError(
-            f"MEAN pooling of a {by_name[means[0].name]} table needs every table of its "
-            f"collection to be one of {list(_DIVIDED_TYPES)}, and no feature of a SUM table to be "
-            f"read by two tables (TorchRec would divide wrongly), got table {means[0].name!r} in "
-            f"a collection sharded as {by_name}"
         )
 
 

@@ -53,9 +53,10 @@ def test_u10_row_wise_on_the_cpu_is_there_for_whom_asks() -> None:
     assert {kind for kind, _ in found["r0"]} == {"row_wise"}
 
 
-def test_mean_tables_are_not_offered_row_wise_types_unasked() -> None:
-    for kinds in option_kinds(pooling=PoolingType.MEAN, device="cuda").values():
-        assert not {"row_wise", "table_row_wise"} & {kind for kind, _ in kinds}
+def test_mean_tables_have_the_options_of_sum_tables() -> None:
+    for device in ("cpu", "cuda"):
+        found = option_kinds(pooling=PoolingType.MEAN, device=device)
+        assert found == option_kinds(pooling=PoolingType.SUM, device=device)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +94,12 @@ def test_table_row_wise_is_offered_where_it_differs_from_other_types(
 
 def test_tables_of_one_name_in_several_collections_keep_their_own_options() -> None:
     size = {"name": "same", "num_embeddings": 1000, "embedding_dim": 16, "feature_names": ["f"]}
-    regular, mean = EmbeddingBagConfig(**size), EmbeddingBagConfig(**size, pooling=PoolingType.MEAN)
+    regular = EmbeddingBagConfig(**size)
     collections = {
         "tt": TTEmbeddingBagCollection(
             [TTEmbeddingBagConfig(**size, tt_ranks=[4, 4])], device="meta"
         ),
         "regular": TTEmbeddingBagCollection([regular], device="meta"),
-        "mean": TTEmbeddingBagCollection([mean], device="meta"),
         "stock": EmbeddingBagCollection([regular], device="meta"),
     }
     topology = Topology(world_size=2, local_world_size=2, compute_device="cuda")
@@ -113,5 +113,3 @@ def test_tables_of_one_name_in_several_collections_keep_their_own_options() -> N
     }
     assert found["regular"] == found["stock"]
     assert TT_COMPUTE_KERNEL not in {kernel for _, kernel in found["regular"]}
-    kinds = {path: {kind for kind, _ in options} for path, options in found.items()}
-    assert kinds["regular"] - kinds["mean"] == {"row_wise", "table_row_wise"}

@@ -98,21 +98,15 @@ def test_default_sharders_and_the_tt_one_plan_every_table() -> None:
     assert set(plan.plan["ebc"]) == {"r0", "t0", "r1", "t1"}
 
 
-def test_a_mean_collection_is_planned_without_row_wise_tables() -> None:
-    plan = planner().plan(toy(PoolingType.MEAN), [TTEmbeddingBagCollectionSharder()])
-    kinds = {sharding.sharding_type for sharding in plan.plan["ebc"].values()}
-    assert "row_wise" not in kinds
-
-
-def test_constraints_that_mix_mean_and_row_wise_are_refused() -> None:
+def test_mean_tables_are_planned_beside_row_wise_ones() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["row_wise"]),
         "t1": ParameterConstraints(sharding_types=["table_wise"]),
     }
-    with pytest.raises(ValueError, match="MEAN pooling"):
-        planner(constraints=constraints).plan(
-            toy(PoolingType.MEAN), [TTEmbeddingBagCollectionSharder()]
-        )
+    plan = planner(constraints=constraints).plan(
+        toy(PoolingType.MEAN), [TTEmbeddingBagCollectionSharder()]
+    )
+    assert plan.plan["ebc"]["t0"].sharding_type == "row_wise"
 
 
 def collective_errors(rank: int) -> list[tuple[str, str]]:

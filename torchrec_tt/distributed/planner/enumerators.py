@@ -6,7 +6,6 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import PoolingType
 
 from torchrec_tt.distributed.sharding_plan import (
     ROW_SPLITTING_TYPES,
@@ -23,9 +22,9 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     """EmbeddingEnumerator that gives every table the options it really has.
 
     TT tables get the TT kernel with the TT sharding types, whatever the sharder lists for the
-    regular tables of the collection; regular tables never get the TT kernel. Row-wise options
-    that TorchRec would not make by itself (on the CPU; for MEAN tables, see `check_mean_pooling`)
-    are offered for regular tables and for MEAN tables only where a constraint asks for them.
+    regular tables of the collection; regular tables never get the TT kernel. The types
+    that split rows, which TorchRec does not offer on the CPU, are offered there to regular tables
+    only where a constraint asks for them.
     """
 
     def enumerate(
@@ -78,8 +77,6 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
         if asked or self._config is None:
             return types
-        if self._config.pooling == PoolingType.MEAN:
-            return [t for t in types if t not in ROW_SPLITTING_TYPES]
         if not isinstance(self._config, TTTableConfig) and self._compute_device == "cpu":
             return [t for t in types if t not in ROW_SPLITTING_TYPES]
         return types
