@@ -40,7 +40,6 @@ from tests.distributed.toy_model import (
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.sharding_plan import (
     TT_COMPUTE_KERNEL,
-    check_env,
     check_plan,
     with_tt_kernel,
 )
@@ -226,11 +225,6 @@ def test_a_regular_table_on_the_tt_kernel_is_refused() -> None:
     message = f"compute_kernel must not be '{TT_COMPUTE_KERNEL}'.* table 'r1'"
     with pytest.raises(ValueError, match=message):
         check_plan(ebc, plan, world_size=2)
-
-
-def test_dtensor_state_dicts_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="DTensor"):
-        check_env(ShardingEnv(1, 0, None, output_dtensor=True))
 
 
 def two_dimensional_message(rank: int) -> str:

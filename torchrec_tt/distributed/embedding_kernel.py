@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
@@ -134,7 +135,7 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
         owned = {} if is_everywhere else _placements(config, params)
         assert self._emb_module.optimizer is not None
         self._optim = TTFusedOptimizer(
-            self._emb_module.optimizer, params=params, owned=owned, pg=pg
+            self._emb_module.optimizer, params=params, owned=owned, pg=pg, mesh=_mesh_of(config)
         )
 
     @property
@@ -159,6 +160,12 @@ def _placements(config: GroupedEmbeddingConfig, params: dict[str, nn.Parameter])
     """Placement of every core, by name, on this rank, be it one of several with the core."""
     placement = {table.name: table.local_metadata.placement for table in config.embedding_tables}
     return {name: placement[name.rpartition(".tt_cores.")[0]] for name in params}
+
+
+def _mesh_of(config: GroupedEmbeddingConfig) -> DeviceMesh | None:
+    """The mesh of the tables' DTensors, None where state dicts hold ShardedTensors."""
+    metadata = config.embedding_tables[0].dtensor_metadata
+    return None if metadata is None else metadata.mesh
 
 
 def _sum_over(pg: dist.ProcessGroup | None) -> Callable[[list[Tensor]], None]:

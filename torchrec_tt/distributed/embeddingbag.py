@@ -38,7 +38,8 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     A TT table's cores are whole on every rank that holds a shard of it: on one rank for
     TABLE_WISE, on those of a node for TABLE_ROW_WISE, on all for ROW_WISE and DATA_PARALLEL. In
     the state dict, under `embedding_bags.<table>.tt_cores.<k>` as unsharded, cores that every rank
-    has are plain tensors, others ShardedTensors.
+    has are plain tensors, others ShardedTensors, or DTensors where `ShardingEnv.output_dtensor`
+    asks for them.
 
     Values: a module on `meta` is initialised as unsharded under rank 0's `torch.initial_seed()`.
     Of a module with values the cores keep those of rank 0; regular tables on the CPU are drawn
@@ -47,7 +48,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     Raises:
         ValueError: if the plan or `fused_params` ask for what a TT table cannot have; the same
             on every rank, before any collective.
-        NotImplementedError: for 2D parallelism and DTensor state dicts.
+        NotImplementedError: for 2D parallelism.
     """
 
     tables_name = TTEmbeddingBagCollection.tables_name

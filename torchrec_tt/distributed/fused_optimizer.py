@@ -4,12 +4,16 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_tt.optim import CoreOptimizer, OptimizerName, TTOptimizerConfig
@@ -88,9 +92,10 @@ class TTFusedOptimizer(FusedOptimizer):
     Args:
         optimizer: the optimizer that the embedding kernel steps.
         params: cores by their name in the state dict.
-        owned: the placement of cores with one owner; their state becomes a ShardedTensor.
-            State of replicated cores stays a plain tensor.
+        owned: the placement of cores with one owner; their state becomes a ShardedTensor or
+            DTensor. State of replicated cores stays a plain tensor.
         pg: the process group of the ShardedTensors.
+        mesh: where state dicts are to hold DTensors, their mesh; else None.
     """
 
     def __init__(
@@ -100,11 +105,14 @@ class TTFusedOptimizer(FusedOptimizer):
         params: dict[str, nn.Parameter],
         owned: Mapping[str, Any],
         pg: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         state: dict[Tensor, dict[str, Any]] = {}
         for name, param in params.items():
             state[param] = {
-                key: one_owner_tensor(value, size=value.shape, placement=owned[name], pg=pg)
+                key: one_owner_tensor(
+                    value, size=value.shape, placement=owned[name], pg=pg, mesh=mesh
+                )
                 if name in owned
                 else value
                 for key, value in optimizer.state.get(param, {}).items()
@@ -122,14 +130,41 @@ class TTFusedOptimizer(FusedOptimizer):
 def one_owner_tensor(
     tensor: Tensor | None,  # the whole tensor on its owner, None elsewhere
     *,
-    size: Any,
+    size: torch.Size,
     placement: Any,
     pg: dist.ProcessGroup | None,
-) -> ShardedTensor:
-    """Returns a ShardedTensor of one shard; no communication."""
+    mesh: DeviceMesh | None,
+) -> ShardedTensor | DTensor:
+    """Returns what state dicts hold of a tensor with one owner; no communication.
+
+    A ShardedTensor of one shard or, given a `mesh`, a DTensor in the form that TorchRec gives a
+    table-wise table: Replicate on paper, with the shard on its owner and none elsewhere.
+    """
+    if mesh is not None:
+        local = LocalShardsWrapper(
+            [] if tensor is None else [tensor.detach()],
+            [] if tensor is None else [(0,) * len(size)],
+        )
+        return DTensor.from_local(
+            local,
+            device_mesh=mesh,
+            placements=[Replicate()] * mesh.ndim,
+            run_check=False,
+            shape=size,
+            stride=torch.empty(size, device="meta").stride(),
+        )
     shard = ShardMetadata([0] * len(size), list(size), placement)
     metadata = EnumerableShardingSpec([shard]).build_metadata(size, TensorProperties())
-    local = [] if tensor is None else [Shard(tensor.detach(), shard)]
+    shards = [] if tensor is None else [Shard(tensor.detach(), shard)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards=local, sharded_tensor_metadata=metadata, process_group=pg
+        local_shards=shards, sharded_tensor_metadata=metadata, process_group=pg
     )
+
+
+def shards_on_this_rank(value: Any) -> list[Tensor] | None:
+    """Returns this rank's shards of a ShardedTensor or of TorchRec's DTensor, None of others."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    if isinstance(value, DTensor) and isinstance(value.to_local(), LocalShardsWrapper):
+        return value.to_local().local_shards()
+    return None

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -15,7 +16,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 
 from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
-from torchrec_tt.distributed.fused_optimizer import core_optimizer_config, one_owner_tensor
+from torchrec_tt.distributed.fused_optimizer import (
+    core_optimizer_config,
+    one_owner_tensor,
+    shards_on_this_rank,
+)
 from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
@@ -33,8 +38,9 @@ class ShardedTTCollection(nn.Module):
     A TT table's cores are whole on every rank that holds a shard of it: on one rank for
     TABLE_WISE, on those of a node for TABLE_ROW_WISE, on all for ROW_WISE and DATA_PARALLEL. In
     the state dict, under `<tables_name>.<table>.tt_cores.<k>` as unsharded, cores that every rank
-    has are plain tensors, others ShardedTensors of one shard. Each rank of a node has its replica
-    as that shard, so that `dcp.save` writes one of them and `dcp.load` fills all.
+    has are plain tensors, others ShardedTensors of one shard, or DTensors of one where
+    `ShardingEnv.output_dtensor` asks for them. Each rank of a node has its replica as that shard,
+    so that `dcp.save` writes one of them and `dcp.load` fills all.
 
     `tables_name` is that of the unsharded collection, `configs_name` the attribute in which
     TorchRec keeps the tables' configurations.
@@ -42,12 +48,13 @@ class ShardedTTCollection(nn.Module):
     Raises:
         ValueError: if the plan or `fused_params` ask for what a TT table cannot have; the same
             on every rank, before any collective.
-        NotImplementedError: for 2D parallelism and DTensor state dicts.
+        NotImplementedError: for 2D parallelism.
     """
 
     tables_name: ClassVar[str]
     configs_name: ClassVar[str]
-    _owned_cores: dict[str, ShardedTensor] | None = None  # None until the cores are registered
+    # None until the cores are registered
+    _owned_cores: dict[str, ShardedTensor | DTensor] | None = None
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class ShardedTTCollection(nn.Module):
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
         super()._initialize_torch_state(skip_registering)
         owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
-        owned: dict[str, ShardedTensor] = {}
+        owned: dict[str, ShardedTensor | DTensor] = {}
         for config in tt_configs(self._configs()):
             kernel = owners.get(config.name)
             cores = kernel.cores(config.name) if kernel else None
@@ -113,7 +120,7 @@ class ShardedTTCollection(nn.Module):
 
     def _register_cores(
         self, table: str, cores: nn.ParameterList | None
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, ShardedTensor | DTensor]:
         """Puts `cores` (None on ranks without the table) where the unsharded module has them.
 
         Returns those that not every rank has, by state dict key.
@@ -135,6 +142,7 @@ class ShardedTTCollection(nn.Module):
                 size=torch.Size(shape),
                 placement=(own or placements)[0],
                 pg=self._env.process_group,
+                mesh=self._env.device_mesh if self._env.output_dtensor else None,
             )
             for k, shape in enumerate(shapes)
         }
@@ -227,7 +235,7 @@ def _broadcast_from_rank_0(objects: list[Any], *, pg: dist.ProcessGroup) -> None
 def _put_owned_cores(
     module: ShardedTTCollection, destination: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    """State dict hook: cores that not every rank has leave as ShardedTensors."""
+    """State dict hook: cores that not every rank has leave as ShardedTensors or DTensors."""
     for key, sharded in (module._owned_cores or {}).items():
         destination[prefix + key] = sharded
 
@@ -235,7 +243,7 @@ def _put_owned_cores(
 def _take_local_cores(
     module: ShardedTTCollection, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Load hook: ShardedTensors and whole cores become what this rank keeps of them.
+    """Load hook: ShardedTensors, DTensors and whole cores become what this rank keeps of them.
 
     Sizes are checked here, as ranks without the core would load any.
     """
@@ -249,13 +257,14 @@ def _take_local_cores(
             size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
             if tuple(size) != shape:
                 raise ValueError(f"{key} must have the size {shape}, got {tuple(size)}")
+            shards = shards_on_this_rank(value)
             if not core.numel():
                 state_dict[key] = torch.empty(0)
-            elif isinstance(value, ShardedTensor):
-                shards = value.local_shards()
-                if len(shards) != 1 or shards[0].tensor.shape != core.shape:
+            elif shards is not None:
+                if len(shards) != 1 or shards[0].shape != core.shape:
                     raise ValueError(
-                        f"{key} must be a whole core on this rank, got a ShardedTensor placed for "
-                        "another plan: load it through torch.distributed.checkpoint"
+                        f"{key} must be a whole core on this rank, got a "
+                        f"{type(value).__name__} placed for another plan: load it through "
+                        "torch.distributed.checkpoint"
                     )
-                state_dict[key] = shards[0].tensor
+                state_dict[key] = shards[0]

@@ -45,11 +45,6 @@ def check_env(env: ShardingEnv) -> None:
             "2D parallelism (ShardingEnv2D) is not supported for collections with Tensor-Train "
             "tables: its weight sync does not know their cores; supported is ShardingEnv"
         )
-    if env.output_dtensor:
-        raise NotImplementedError(
-            "DTensor state dicts (ShardingEnv.output_dtensor) are not supported for collections "
-            "with Tensor-Train tables; supported are ShardedTensor ones"
-        )
 
 
 def check_plan(
