@@ -7,17 +7,19 @@ runs it, the results come back in order of rank. Where a rank fails or hangs, al
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 START_SECONDS = 120
+FAILURE_SECONDS = 5  # that the other ranks have where one has failed
 
 
 class Ranks:
@@ -36,12 +38,25 @@ class Ranks:
             seconds += START_SECONDS
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [p.recv() if p.poll(seconds) else (False, "no answer") for p in self._pipes]
+        answers = self._answers(seconds)
         failures = [f"rank {r}: {text}" for r, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.stop()
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
+
+    def _answers(self, seconds: float) -> list[tuple[bool, Any]]:
+        """Whether each rank succeeded, and its result; the others soon follow one that failed."""
+        answers = dict.fromkeys(self._pipes, (False, "no answer"))
+        waiting = list(self._pipes)
+        deadline = time.monotonic() + seconds
+        while waiting and (ready := wait(waiting, deadline - time.monotonic())):
+            for pipe in ready:
+                answers[pipe] = pipe.recv()
+                waiting.remove(pipe)
+                if not answers[pipe][0]:
+                    deadline = min(deadline, time.monotonic() + FAILURE_SECONDS)
+        return list(answers.values())
 
     def stop(self) -> None:
         for process in self._processes:
@@ -83,5 +98,5 @@ def _serve(rank: int, world_size: int, local_world_size: int, store: str, pipe: 
         try:
             torch.manual_seed(0)
             pipe.send((True, function(rank, *args)))
-        except Exception:
+        except BaseException:  # CheckpointException is no Exception
             pipe.send((False, traceback.format_exc()))
