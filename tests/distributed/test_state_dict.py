@@ -1,6 +1,5 @@
 """Cores and their optimizer state in state dicts, and moving between plans with DCP."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
@@ -48,74 +46,6 @@ def trained(rank: int, kinds: tuple[str, str]) -> tuple[DistributedModelParallel
         model(features).square().mean().backward()
         optimizers.step()
     return model, optimizers
-
-
-def full_optimizer_state(model: DistributedModelParallel) -> dict[str, Tensor]:
-    """`sum` of every core, whole; where a rank does not hold it, its owner's is used."""
-    states: list[Any] = [None] * dist.get_world_size()
-    mine = {}
-    for key, state in model.fused_optimizer.state_dict()["state"].items():
-        if "tt_cores" in key:
-            value = state["sum"]
-            shards = value.local_shards() if isinstance(value, ShardedTensor) else None
-            mine[key] = (shards[0].tensor if shards else value).detach().clone()
-    dist.all_gather_object(states, mine)
-    return {key: value for state in states for key, value in state.items()}
-
-
-def move_by_dcp(rank: int, folder: str, source: tuple[str, str], target: tuple[str, str]) -> int:
-    """Saves under one plan, loads under another; returns the number of optimizer states moved."""
-    model, _ = trained(rank, source)
-    dcp.save(
-        {"model": model.state_dict(), "optim": model.fused_optimizer.state_dict()},
-        checkpoint_id=folder,
-    )
-    before, sums_before = full_state(model.state_dict()), full_optimizer_state(model)
-    types = {"t0": target[0], "t1": target[1]}
-    other, _ = sharded(unsharded(seed=5), types, optimizer="adagrad")
-    state = {"model": other.state_dict()}
-    if DP not in source:  # a data-parallel table's state is in the user's own optimizer
-        state["optim"] = other.fused_optimizer.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    other.load_state_dict(state["model"])
-    after = full_state(other.state_dict())
-    assert set(after) == set(before)
-    for key, value in before.items():
-        assert torch.equal(after[key], value), key
-    if "optim" not in state:
-        return 0
-    other.fused_optimizer.load_state_dict(state["optim"])
-    sums_after = full_optimizer_state(other)
-    for key, value in sums_after.items():
-        assert value.abs().sum() > 0, key
-        assert torch.equal(value, sums_before[key]), key
-    return len(sums_after)
-
-
-@pytest.mark.parametrize("source", KINDS)
-@pytest.mark.parametrize("target", KINDS)
-def test_dcp_moves_cores_between_plans(
-    two_ranks: Ranks, tmp_path: Path, source: str, target: str
-) -> None:
-    two_ranks.run(move_by_dcp, str(tmp_path), (source, TW), (target, RW))
-
-
-@pytest.mark.parametrize("kinds", itertools.product([TW, RW], repeat=2))
-def test_dcp_moves_optimizer_state_between_model_parallel_plans(
-    two_ranks: Ranks, tmp_path: Path, kinds: tuple[str, str]
-) -> None:
-    assert two_ranks.run(move_by_dcp, str(tmp_path), kinds, tuple(reversed(kinds))) == [5, 5]
-
-
-@pytest.mark.parametrize("kinds", [(TWRW, TW), (RW, TWRW), (TW, RW)])
-def test_dcp_moves_cores_and_optimizer_state_to_and_from_nodes(
-    two_nodes: Ranks, tmp_path: Path, kinds: tuple[str, str]
-) -> None:
-    target = (TWRW, TWRW)
-    for source, where in ((kinds, target), (target, kinds)):
-        folder = str(tmp_path / "-".join(source))
-        for num_states in two_nodes.run(move_by_dcp, folder, source, where):
-            assert num_states == 5
 
 
 def replicas_after_load(rank: int, folder: str) -> list[Tensor]:
@@ -226,29 +156,6 @@ def test_a_core_of_another_size_is_refused_on_every_rank(two_ranks: Ranks) -> No
         assert first == second
         assert "embedding_bags.t1.tt_cores.0 must have the size (10, 12), got (10, 13)" in first[0]
         assert first[1].endswith("got (12, 24)")
-
-
-def save(rank: int, folder: str) -> dict[str, Tensor]:
-    model, _ = trained(rank, (TW, RW))
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    return full_state(model.state_dict())
-
-
-def load(rank: int, folder: str) -> dict[str, Tensor]:
-    model, _ = sharded(unsharded(seed=5), {"t0": RW, "t1": TW}, optimizer="adagrad")
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)
-    return full_state(model.state_dict())
-
-
-def test_u42_dcp_moves_cores_between_world_sizes(
-    two_ranks: Ranks, one_rank: Ranks, tmp_path: Path
-) -> None:
-    saved, _ = two_ranks.run(save, str(tmp_path))
-    (loaded,) = one_rank.run(load, str(tmp_path))
-    for key, value in saved.items():
-        assert torch.equal(loaded[key], value), key
 
 
 def devices_on_meta(rank: int) -> set[str]:

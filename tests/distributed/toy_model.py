@@ -1,7 +1,7 @@
 """A small model with two regular and two Tensor-Train tables, its batches and its shardings."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -127,9 +128,13 @@ def sharder(optimizer: str = "sgd", **fused_params: Any) -> TTEmbeddingBagCollec
 
 
 def plan_for(
-    model: nn.Module, sharding_types: Mapping[str, str], sharders: list[Any]
+    model: nn.Module,
+    sharding_types: Mapping[str, str],
+    sharders: list[Any],
+    *,
+    pg: dist.ProcessGroup | None = None,
 ) -> ShardingPlan:
-    world_size = dist.get_world_size()
+    world_size = dist.get_world_size(pg)
     topology = Topology(
         world_size=world_size,
         local_world_size=get_local_size(world_size),
@@ -139,7 +144,7 @@ def plan_for(
         name: ParameterConstraints(sharding_types=[kind]) for name, kind in sharding_types.items()
     }
     planner = tt_planner(topology, batch_size=BATCH_SIZE, constraints=constraints)
-    return planner.collective_plan(model, sharders)
+    return planner.collective_plan(model, sharders, pg)
 
 
 def sharded(
@@ -149,12 +154,19 @@ def sharded(
     optimizer: str = "sgd",
     load: bool = True,
     tt_sharder: Any = None,
+    env: ShardingEnv | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The sharded model with the values of `source`, and the optimizer of all its parameters."""
+    """The sharded model with the values of `source`, and the optimizer of all its parameters.
+
+    It lies on all ranks, or on those of `env`.
+    """
     sharders = [tt_sharder or sharder(optimizer)]
     meta = on_meta(source)
-    plan = plan_for(meta, sharding_types, sharders)
-    model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    env = env or ShardingEnv.from_process_group(dist.group.WORLD)
+    plan = plan_for(meta, sharding_types, sharders, pg=env.process_group)
+    model = DistributedModelParallel(
+        meta, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
     if load:
         model.load_state_dict(copy.deepcopy(source.state_dict()))
     dense = KeyedOptimizerWrapper(
@@ -191,23 +203,30 @@ def kjt(
     return KeyedJaggedTensor(keys=KEYS, values=values, lengths=torch.cat(lengths), weights=weights)
 
 
+def pieces(value: Any) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """What this rank holds of a tensor in a state dict, and where in the whole it belongs."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield shard.tensor, _slices(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+    elif isinstance(value, DTensor):
+        local = value.to_local()
+        for tensor, offsets in zip(local.local_shards(), local.local_offsets(), strict=False):
+            yield tensor, _slices(offsets, tensor.shape)
+    else:
+        yield value, ()
+
+
 def full_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict with every ShardedTensor whole, on every rank.
+    """The state dict with every ShardedTensor and DTensor whole, on every rank.
 
     Where several ranks say that they have the same part, they must have the same values.
     """
     result = {}
     for key, value in state_dict.items():
-        if isinstance(value, ShardedTensor):
+        if isinstance(value, ShardedTensor | DTensor):
             whole, count = torch.zeros(value.size()), torch.zeros(value.size())
-            for shard in value.local_shards():
-                where = [
-                    slice(o, o + n)
-                    for o, n in zip(
-                        shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True
-                    )
-                ]
-                whole[where] = shard.tensor.detach()
+            for piece, where in pieces(value):
+                whole[where] = piece.detach()
                 count[where] = 1
             dist.all_reduce(whole)
             dist.all_reduce(count)
@@ -215,3 +234,7 @@ def full_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         else:
             result[key] = value.detach().clone()
     return result
+
+
+def _slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
