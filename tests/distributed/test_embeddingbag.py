@@ -316,24 +316,6 @@ def test_a_module_with_values_keeps_those_of_rank_0(two_ranks: Ranks) -> None:
             assert torch.equal(value, expected[key]), key
 
 
-def vbe_message(rank: int) -> str:
-    model, _ = sharded(unsharded(), {"t0": TW, "t1": RW})
-    features = KeyedJaggedTensor(
-        keys=KEYS,
-        values=torch.zeros(8, dtype=torch.long),
-        lengths=torch.ones(8, dtype=torch.long),
-        stride_per_key_per_rank=[[2], [3], [2], [1]],
-    )
-    with pytest.raises(NotImplementedError) as error:
-        model(features)
-    return str(error.value)
-
-
-def test_u24_variable_batch_sizes_are_refused_at_the_input(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(vbe_message):
-        assert "VBE" in message
-
-
 def look_up_119(rank: int, kind: str, mode: BoundsCheckMode | None) -> Any:
     """Looks up the first id that the 119 rows of t1 do not have, though its cores could."""
     tt_sharder = sharder() if mode is None else sharder(bounds_check_mode=mode)

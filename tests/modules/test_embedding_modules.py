@@ -201,12 +201,31 @@ def test_a_copy_is_independent() -> None:
     assert not other(features())["a"].eq(0).all()
 
 
-def test_u24_variable_batch_sizes_are_refused_by_name() -> None:
-    kjt = KeyedJaggedTensor(
+def variable_features(inverse: Tensor | None, *, is_weighted: bool = False) -> KeyedJaggedTensor:
+    """2 bags of b, 3 of shared and 1 of a; `inverse` says which one each sample has."""
+    values = torch.arange(9)
+    return KeyedJaggedTensor(
         keys=["b", "shared", "a"],
-        values=torch.zeros(6, dtype=torch.long),
-        lengths=torch.ones(6, dtype=torch.long),
+        values=values,
+        lengths=torch.tensor([2, 1, 0, 3, 1, 2]),
+        weights=values / 10 if is_weighted else None,
         stride_per_key_per_rank=[[2], [3], [1]],
+        inverse_indices=None if inverse is None else (["b", "shared", "a"], inverse),
     )
-    with pytest.raises(NotImplementedError, match="VBE"):
-        collection()(kjt)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_variable_batch_sizes_pool_as_in_torchrecs_collection(is_weighted: bool) -> None:
+    inverse = torch.tensor([[0, 1, 1, 0], [2, 0, 1, 1], [0, 0, 0, 0]])
+    ebc = collection(is_weighted=is_weighted)
+    kjt = variable_features(inverse, is_weighted=is_weighted)
+    output, expected = ebc(kjt), with_dense_tables(ebc)(kjt)
+    assert output.keys() == expected.keys()
+    torch.testing.assert_close(output.values(), expected.values())
+
+
+def test_variable_batch_sizes_that_say_not_where_bags_belong_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"VBE.* must have inverse_indices, got none"):
+        collection()(variable_features(None))
+    with pytest.raises(ValueError, match=r"in \[0, 3\) for feature 'shared', got .*3"):
+        collection()(variable_features(torch.tensor([[0, 1], [0, 3], [0, 0]])))

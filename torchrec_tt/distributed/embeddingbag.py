@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
@@ -17,6 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tt.distributed.even_output_dist import EvenOutputDist
 from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_mean
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
@@ -28,7 +30,7 @@ from torchrec_tt.distributed.sharding import create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import ROW_SPLITTING_TYPES, shardable_parameters
 from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
-    check_one_batch_size,
+    with_one_batch_size,
 )
 
 
@@ -63,6 +65,14 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
             embedding_names=self._embedding_names,
             embedding_dims=self._embedding_dims,
         )
+        pg = self._env.process_group
+        if pg is not None and dist.get_backend(pg) == "gloo":
+            for k, sharding_type in enumerate(self._sharding_types):
+                if sharding_type in ROW_SPLITTING_TYPES:
+                    output_dist = self._output_dists[k]
+                    self._output_dists[k] = EvenOutputDist(
+                        output_dist, sharding_type, env=self._env
+                    )
 
     @classmethod
     def create_grouped_sharding_infos(
@@ -108,13 +118,12 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Distributes the features.
+        """Distributes the features; those of variable batch size (VBE) as the batch has them.
 
         Raises:
-            NotImplementedError: if the features have different batch sizes (VBE).
+            ValueError: if features of variable batch size do not say where their bags belong.
         """
-        features = maybe_td_to_kjt(features, None)
-        check_one_batch_size(features)
+        features = with_one_batch_size(maybe_td_to_kjt(features, None))
         ctx.divisor = self._row_wise_mean.divisor(features)
         return super().input_dist(ctx, features)
 

@@ -48,7 +48,9 @@ class RowWiseMean:
         """
         if not any(self._features):
             return None
-        lengths = features.lengths().view(-1, features.stride()).clamp(min=1)  # [F, B]
+        lengths = (
+            features.lengths().view(len(features.keys()), features.stride()).clamp(min=1)
+        )  # [F, B]
         by_feature = dict(zip(features.keys(), lengths, strict=True))
         ones = torch.ones_like(lengths[0])
         columns = [ones if name is None else by_feature[name] for name in self._features]

@@ -1,6 +1,7 @@
 """Collections of tables, some of them in Tensor-Train form."""
 
 import abc
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -142,10 +143,9 @@ class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollectionInterface):
 
         Raises:
             ValueError: if an id is not a row of its table; the message names the table.
-            NotImplementedError: if the features have different batch sizes (VBE).
+                Or if features of variable batch size (VBE) do not say where their bags belong.
         """
-        features = maybe_td_to_kjt(features, None)
-        check_one_batch_size(features)
+        features = with_one_batch_size(maybe_td_to_kjt(features, None))
         feature_dict = features.to_dict()
         pooled = []
         for table in self._embedding_bag_configs:
@@ -180,13 +180,42 @@ def tt_configs(tables: Sequence[BaseEmbeddingConfig]) -> list[TTTableConfig]:
     return [table for table in tables if isinstance(table, TTTableConfig)]
 
 
-def check_one_batch_size(features: KeyedJaggedTensor) -> None:
-    """Raises NotImplementedError for features with different batch sizes (VBE)."""
-    if isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
-        raise NotImplementedError(
-            "variable batch size per feature (VBE) is not supported by TTEmbeddingBagCollection; "
-            f"features must have one batch size, got {features.stride_per_key_per_rank()}"
+def with_one_batch_size(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns features of one batch size: of variable ones (VBE), each bag where the batch has it.
+
+    Raises:
+        ValueError: if the features have variable batch sizes and no `inverse_indices`, which say
+            where in the batch a bag belongs, or these name bags that are not there.
+    """
+    if not isinstance(features, KeyedJaggedTensor) or not features.variable_stride_per_key():
+        return features
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError(
+            "features with a variable batch size per feature (VBE) must have inverse_indices, got "
+            f"none with stride_per_key_per_rank={features.stride_per_key_per_rank()}"
         )
+    names, bags_of_feature = inverse  # [F, B]
+    strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    first_bags = dict(zip(strides, itertools.accumulate(strides.values(), initial=0), strict=False))
+    for name, row in zip(names, bags_of_feature, strict=True):
+        if row.numel() and not 0 <= row.min() <= row.max() < strides[name]:
+            raise ValueError(
+                f"inverse_indices must be in [0, {strides[name]}) for feature {name!r}, got {row}"
+            )
+    shifts = bags_of_feature.new_tensor([first_bags[name] for name in names])
+    bags = (bags_of_feature + shifts.unsqueeze(1)).flatten()
+    lengths = features.lengths().index_select(0, bags)
+    begins, ends = features.offsets().index_select(0, bags), lengths.cumsum(0)
+    places = torch.repeat_interleave(begins - (ends - lengths), lengths)
+    places = places + torch.arange(len(places), device=places.device)
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=names,
+        values=features.values().index_select(0, places),
+        lengths=lengths,
+        weights=None if weights is None else weights.index_select(0, places),
+    )
 
 
 @torch.no_grad()

@@ -130,8 +130,16 @@ def test_u04_an_optimizer_applied_in_backward_counts_instead_of_the_sharders() -
 
 
 def test_an_optimizer_that_cores_cannot_have_raises_when_planning() -> None:
-    with pytest.raises(ValueError, match="EXACT_ADAGRAD"):
-        options(EmbOptimType.ADAM)
+    with pytest.raises(ValueError, match=r"EXACT_ADAGRAD.*got .*LAMB"):
+        options(EmbOptimType.LAMB)
+
+
+def test_an_optimizer_that_steps_every_slice_adds_dense_gradients() -> None:
+    sgd, adam = options(), options(EmbOptimType.ADAM)
+    assert ddr(adam["big", TW])[0] - ddr(sgd["big", TW])[0] == 3 * CORE_BYTES  # 2 moments
+    assert ddr(adam["big", RW])[0] - ddr(sgd["big", RW])[0] == 2 * CORE_BYTES  # there anyway
+    decayed = options(weight_decay=0.1)
+    assert ddr(decayed["big", TW])[0] - ddr(sgd["big", TW])[0] == CORE_BYTES
 
 
 def test_core_bytes_are_those_of_the_real_cores() -> None:

@@ -90,8 +90,8 @@ class TTStorageEstimator(_TTEstimator):
     """Bytes of a shard: cores, their optimizer state and dense gradients, inputs and outputs.
 
     The cores are whole on every rank of the table. Dense gradients exist where the cores are
-    replicated. The user's optimizer of data-parallel tables is unknown here and counts 0, as in
-    TorchRec.
+    replicated, and for Adam and weight decay. The user's optimizer of data-parallel tables is
+    unknown here and counts 0, as in TorchRec.
 
     Args:
         topology: the devices.
@@ -119,13 +119,16 @@ class TTStorageEstimator(_TTEstimator):
     ) -> None:
         rows = dense.size[0] * dense.size[1] * option.tensor.element_size()
         table = core_bytes(shape)
-        is_data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
-        if is_data_parallel:
+        has_dense_gradients = num_replicas(option, self._topology) > 1
+        if option.sharding_type == ShardingType.DATA_PARALLEL.value:
             rows = math.prod(option.tensor.shape) * option.tensor.element_size()
+            has_dense_gradients = True
         else:
             config = core_optimizer_config(_with_applied_optimizer(fused_params, option))
             table += optimizer_state_bytes(shape, optimizer=config.optimizer)
-        if is_data_parallel or num_replicas(option, self._topology) > 1:
+            # These steps move slices without a gradient too.
+            has_dense_gradients |= config.weight_decay != 0 or config.optimizer == "adam"
+        if has_dense_gradients:
             table += core_bytes(shape)
         storage = copy.copy(dense.storage)
         memory = "ddr" if self._topology.compute_device == "cpu" else "hbm"
