@@ -39,6 +39,15 @@ def test_a_config_can_be_replaced_field_by_field() -> None:
     assert larger.tt_ranks == [2, 2]
 
 
+def test_cores_have_the_dtype_of_the_config() -> None:
+    for data_type, dtype in (
+        (DataType.FP32, torch.float32),
+        (DataType.BF16, torch.bfloat16),
+        (DataType.FP16, torch.float16),
+    ):
+        assert TTEmbeddingBagConfig(**TABLE, tt_ranks=[2], data_type=data_type).core_dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -52,8 +61,11 @@ def test_a_config_can_be_replaced_field_by_field() -> None:
         ({"tt_ranks": [2, 2], "row_factors": 5}, "row_factors must be a list of integers"),
         ({"tt_ranks": [2, 2], "col_factors": 5}, "col_factors must be a list of integers"),
         ({"tt_ranks": [2, 2], "tt_init": "bogus"}, "tt_init must be one .*'bogus' for table 't'"),
-        ({"tt_ranks": [2, 2], "data_type": DataType.FP16}, "data_type must be FP32"),
-        ({"tt_ranks": [2, 2], "data_type": "fp32"}, "data_type must be FP32 .*got 'fp32'"),
+        (
+            {"tt_ranks": [2, 2], "data_type": DataType.INT8},
+            "must be one .*FP32.*BF16.*INT8",
+        ),
+        ({"tt_ranks": [2, 2], "data_type": "fp32"}, "data_type must be one .*got 'fp32'"),
         ({"tt_ranks": [2, 2], "pooling": "sum"}, "pooling must be .*got 'sum' for table 't'"),
         ({"tt_ranks": [2, 2], "pooling": PoolingType.NONE}, "pooling must be"),
         ({"tt_ranks": [2, 2], "init_fn": torch.nn.init.zeros_}, "init_fn must be left unset"),

@@ -181,6 +181,30 @@ def test_a_half_precision_regular_table_gives_float32_output() -> None:
     assert ebc(features()).values().dtype == torch.float32
 
 
+@pytest.mark.parametrize("data_type", [DataType.BF16, DataType.FP16])
+def test_16_bit_cores_give_the_float32_output_of_their_values(data_type: DataType) -> None:
+    configs = tables()
+    configs[0].data_type = data_type
+    ebc = collection(tables=configs)
+    cores = ebc.embedding_bags["tt"].tt_cores
+    assert {core.dtype for core in cores} == {configs[0].core_dtype}
+    float_ebc = collection()
+    float_ebc.load_state_dict(ebc.state_dict())
+    output, expected = ebc(features()).values(), float_ebc(features()).values()
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, expected)
+    again = TTEmbeddingBagCollection(tables=configs)
+    again.load_state_dict(ebc.state_dict())
+    for key, value in ebc.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value)
+    output.sum().backward()
+    expected.sum().backward()
+    for core, other in zip(cores, float_ebc.embedding_bags["tt"].tt_cores, strict=True):
+        # The gradients of two lookups are added in 16 bits.
+        rtol = 4 * torch.finfo(core.dtype).eps
+        torch.testing.assert_close(core.grad.float(), other.grad, rtol=rtol, atol=rtol)
+
+
 def test_a_table_without_feature_names_reads_the_feature_of_its_name() -> None:
     config = TTEmbeddingBagConfig(name="a", num_embeddings=1000, embedding_dim=8, tt_ranks=[2, 2])
     ebc = TTEmbeddingBagCollection(tables=[config])

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import pooling_type_to_pooling_mode
+from torchrec.modules.embedding_configs import data_type_to_dtype, pooling_type_to_pooling_mode
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -55,6 +55,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             optimizer=optimizer,
             reduce_gradients=reduce_gradients,
             device=device,
+            dtype=data_type_to_dtype(config.data_type),
         )
 
     @property

@@ -159,11 +159,10 @@ def _with_mean(
 class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards a TTEmbeddingBagCollection; pass it beside `get_default_sharders()`.
 
-    `fused_params` go to regular tables as to TorchRec's own sharder. TT tables take `optimizer`
-    (SGD, EXACT_SGD or EXACT_ADAGRAD), `learning_rate`, `eps`, `weight_decay` and
-    `bounds_check_mode` (default FATAL) from them; data-parallel TT tables take no optimizer: they
-    are ordinary parameters. Where a collection has TT tables, `output_dtype` must be FP32 and a key
-    that no kernel knows is refused.
+    `fused_params` go to regular tables as to TorchRec's own sharder. TT tables take their optimizer
+    from them (`core_optimizer_config`) and `bounds_check_mode` (default FATAL); data-parallel TT
+    tables take no optimizer: they are ordinary parameters. Where a collection has TT tables,
+    `output_dtype` must be FP32 and a key that no kernel knows is refused.
 
     Example:
         >>> sharders = [TTEmbeddingBagCollectionSharder(

@@ -1,5 +1,6 @@
 """The optimizer that steps model-parallel cores in backward, as TorchRec configures and sees it."""
 
+import dataclasses
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -111,7 +112,12 @@ class TTFusedOptimizer(FusedOptimizer):
         for name, param in params.items():
             state[param] = {
                 key: one_owner_tensor(
-                    value, size=value.shape, placement=owned[name], pg=pg, mesh=mesh
+                    value,
+                    size=value.shape,
+                    dtype=value.dtype,
+                    placement=owned[name],
+                    pg=pg,
+                    mesh=mesh,
                 )
                 if name in owned
                 else value
@@ -119,6 +125,38 @@ class TTFusedOptimizer(FusedOptimizer):
             }
             param._in_backward_optimizers = [self]  # keeps the core from the dense optimizer
         super().__init__(params, state, optimizer.param_groups)
+        self._optimizer = optimizer
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Does nothing: the state is whole from the start."""
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Sets the number of steps taken, where the optimizer counts them."""
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+
+    def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
+        """Sets `lr`, `eps`, `beta1`, `beta2` or `weight_decay`, as FBGEMM's method does.
+
+        Raises:
+            ValueError: for another name, or a value out of range.
+        """
+        unknown = set(params_dict) - {"lr", "eps", "beta1", "beta2", "weight_decay"}
+        if unknown:
+            raise ValueError(
+                f"params_dict must have the keys lr, eps, beta1, beta2, weight_decay, "
+                f"got {sorted(unknown)}"
+            )
+        values: dict[str, Any] = dict(params_dict)
+        config = self._optimizer.config
+        lr = values.pop("lr", self._optimizer.learning_rate)
+        betas = (values.pop("beta1", config.betas[0]), values.pop("beta2", config.betas[1]))
+        self._optimizer.config = dataclasses.replace(
+            config, learning_rate=lr, betas=betas, **values
+        )
+        for group in self.param_groups:
+            group["lr"] = lr
 
     def step(self, closure: Any = None) -> None:
         """Does nothing: the step was taken in backward."""
@@ -131,6 +169,7 @@ def one_owner_tensor(
     tensor: Tensor | None,  # the whole tensor on its owner, None elsewhere
     *,
     size: torch.Size,
+    dtype: torch.dtype,
     placement: Any,
     pg: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
@@ -154,7 +193,8 @@ def one_owner_tensor(
             stride=torch.empty(size, device="meta").stride(),
         )
     shard = ShardMetadata([0] * len(size), list(size), placement)
-    metadata = EnumerableShardingSpec([shard]).build_metadata(size, TensorProperties())
+    properties = TensorProperties(dtype=dtype)
+    metadata = EnumerableShardingSpec([shard]).build_metadata(size, properties)
     shards = [] if tensor is None else [Shard(tensor.detach(), shard)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local_shards=shards, sharded_tensor_metadata=metadata, process_group=pg

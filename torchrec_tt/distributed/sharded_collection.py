@@ -125,8 +125,11 @@ class ShardedTTCollection(nn.Module):
 
         Returns those that not every rank has, by state dict key.
         """
-        shapes = self._table_name_to_config[table].tt_shape.core_shapes
-        registered = nn.ParameterList(cores or [_placeholder(self._device) for _ in shapes])
+        config = self._table_name_to_config[table]
+        shapes = config.tt_shape.core_shapes
+        registered = nn.ParameterList(
+            cores or [_placeholder(self._device, config.core_dtype) for _ in shapes]
+        )
         self._tables()[table].tt_cores = registered
         sharding = self.module_sharding_plan[table]
         if sharding.sharding_type in (
@@ -140,6 +143,7 @@ class ShardedTTCollection(nn.Module):
             f"{self.tables_name}.{table}.tt_cores.{k}": one_owner_tensor(
                 cores[k] if cores else None,
                 size=torch.Size(shape),
+                dtype=config.core_dtype,
                 placement=(own or placements)[0],
                 pg=self._env.process_group,
                 mesh=self._env.device_mesh if self._env.output_dtensor else None,
@@ -220,9 +224,9 @@ def _regular_configs(configs: Sequence[BaseEmbeddingConfig]) -> list[BaseEmbeddi
     return [config for config in configs if config.name not in tt]
 
 
-def _placeholder(device: torch.device | None) -> nn.Parameter:
+def _placeholder(device: torch.device | None, dtype: torch.dtype) -> nn.Parameter:
     """A core on a rank without its table, hidden from dense optimizers as TorchRec's are."""
-    parameter = nn.Parameter(torch.empty(0, device=device))
+    parameter = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
     parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
     return parameter
 

@@ -134,7 +134,8 @@ def shardable_parameters(module: TTCollection) -> dict[str, nn.Parameter]:
 
 
 def _logical_weight(module: TTCollection, config: TTTableConfig) -> nn.Parameter:
-    weight = nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
+    size = (config.num_embeddings, config.embedding_dim)
+    weight = nn.Parameter(torch.empty(size, dtype=config.core_dtype, device="meta"))
     core = module.table_modules()[config.name].tt_cores[0]
     if hasattr(core, "_optimizer_classes"):
         weight._optimizer_classes = list(core._optimizer_classes)

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+import torch
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
     PoolingType,
+    data_type_to_dtype,
 )
 
 from torchrec_tt.tt.factorize import make_shape
@@ -30,6 +32,7 @@ _DENSE_ONLY = (  # fields of BaseEmbeddingConfig that speak of stored rows; a TT
 )
 _POOLINGS = (PoolingType.SUM, PoolingType.MEAN)
 _DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's EmbeddingBagCollection
+_TT_DATA_TYPES = (DataType.FP32, DataType.BF16, DataType.FP16)
 
 
 @dataclass
@@ -41,6 +44,7 @@ class TTTableConfig(BaseEmbeddingConfig):
         row_factors: factors of the rows, one per core; None chooses balanced ones.
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
+        data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
 
     Raises:
         ValueError: if the factors or ranks do not fit the table, or an argument has no meaning
@@ -72,10 +76,10 @@ class TTTableConfig(BaseEmbeddingConfig):
                     f"{name} must be left unset for a Tensor-Train table, which stores no rows, "
                     f"got {value!r} for table {self.name!r}"
                 )
-        if self.data_type != DataType.FP32:
+        if self.data_type not in _TT_DATA_TYPES:
             raise ValueError(
-                f"data_type must be {DataType.FP32} for a Tensor-Train table, "
-                f"got {self.data_type!r} for table {self.name!r}"
+                f"data_type must be one of {[str(t) for t in _TT_DATA_TYPES]} for a Tensor-Train "
+                f"table, got {self.data_type!r} for table {self.name!r}"
             )
         if self.tt_init not in get_args(TTInit):
             raise ValueError(
@@ -94,6 +98,10 @@ class TTTableConfig(BaseEmbeddingConfig):
     def tt_shape(self) -> TTShape:
         return self._tt_shape
 
+    @property
+    def core_dtype(self) -> torch.dtype:
+        return data_type_to_dtype(self.data_type)
+
 
 @dataclass
 class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
@@ -104,6 +112,7 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         row_factors: factors of the rows, one per core; None chooses balanced ones.
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
+        data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
 
     The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
     describe stored rows and are refused: `tt_init` takes their place.
@@ -138,7 +147,7 @@ def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> 
                 f"pooling must be SUM in a weighted collection, as nn.EmbeddingBag demands, "
                 f"got {table.pooling.value} for table {table.name!r}"
             )
-        if table.data_type not in _DENSE_DATA_TYPES:
+        if not isinstance(table, TTTableConfig) and table.data_type not in _DENSE_DATA_TYPES:
             raise ValueError(
                 f"data_type must be one of {[str(t) for t in _DENSE_DATA_TYPES]}, "
                 f"got {table.data_type!r} for table {table.name!r}"

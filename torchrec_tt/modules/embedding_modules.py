@@ -245,7 +245,7 @@ def _embedding_bag(table: EmbeddingBagConfig, *, device: torch.device) -> nn.Mod
             mode=mode,
             include_last_offset=True,
             device=device,
-            dtype=torch.float32,
+            dtype=table.core_dtype,
         )
     return nn.EmbeddingBag(
         table.num_embeddings,

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
@@ -32,7 +32,7 @@ CORE_BYTES = 1_016_320
 ROWS, DIM, BATCH_SIZE, POOLING_FACTOR = 10_000_000, 64, 128, 10
 
 
-def model() -> nn.Module:
+def model(data_type: DataType = DataType.FP32) -> nn.Module:
     big = TTEmbeddingBagConfig(
         name="big",
         num_embeddings=ROWS,
@@ -41,6 +41,7 @@ def model() -> nn.Module:
         tt_ranks=[16, 16],
         row_factors=[200, 220, 250],
         col_factors=[4, 4, 4],
+        data_type=data_type,
     )
     regular = EmbeddingBagConfig(
         name="regular", num_embeddings=1000, embedding_dim=DIM, feature_names=["g"]
@@ -118,6 +119,18 @@ def test_u04_adagrad_adds_the_bytes_of_the_cores_where_backward_steps() -> None:
         more = zip(ddr(adagrad["big", kind]), ddr(sgd["big", kind]), strict=True)
         assert all(a - b == CORE_BYTES for a, b in more)
     assert ddr(adagrad["big", DP]) == ddr(sgd["big", DP])  # the user's optimizer is not known
+
+
+def test_16_bit_cores_take_half_the_bytes_and_nothing_else_changes() -> None:
+    half = options(EmbOptimType.EXACT_ADAGRAD, module=model(DataType.BF16))
+    full = options(EmbOptimType.EXACT_ADAGRAD)
+    for kind in (TW, RW, DP):
+        fewer = zip(ddr(full["big", kind]), ddr(half["big", kind]), strict=True)
+        assert all(a - b == CORE_BYTES // 2 for a, b in fewer)
+        perf, expected = half["big", kind].shards[0].perf, full["big", kind].shards[0].perf
+        assert perf.fwd_comms == expected.fwd_comms
+    perf, expected = half["big", DP].shards[0].perf, full["big", DP].shards[0].perf
+    assert perf.bwd_comms == pytest.approx(expected.bwd_comms / 2)  # gradients like the cores
 
 
 def test_u04_an_optimizer_applied_in_backward_counts_instead_of_the_sharders() -> None:

@@ -117,11 +117,11 @@ class TTStorageEstimator(_TTEstimator):
         shape: TTShape,
         fused_params: dict[str, Any] | None,
     ) -> None:
-        rows = dense.size[0] * dense.size[1] * option.tensor.element_size()
-        table = core_bytes(shape)
+        rows = dense.size[0] * dense.size[1] * 4  # shown as float32
+        table = core_bytes(shape, element_size=option.tensor.element_size())
         has_dense_gradients = num_replicas(option, self._topology) > 1
         if option.sharding_type == ShardingType.DATA_PARALLEL.value:
-            rows = math.prod(option.tensor.shape) * option.tensor.element_size()
+            rows = math.prod(option.tensor.shape) * 4
             has_dense_gradients = True
         else:
             config = core_optimizer_config(_with_applied_optimizer(fused_params, option))
@@ -129,7 +129,7 @@ class TTStorageEstimator(_TTEstimator):
             # These steps move slices without a gradient too.
             has_dense_gradients |= config.weight_decay != 0 or config.optimizer == "adam"
         if has_dense_gradients:
-            table += core_bytes(shape)
+            table += core_bytes(shape)  # in float32
         storage = copy.copy(dense.storage)
         memory = "ddr" if self._topology.compute_device == "cpu" else "hbm"
         setattr(storage, memory, getattr(storage, memory) - rows + table)
@@ -172,8 +172,12 @@ class TTPerfEstimator(_TTEstimator):
         rate = FLOPS_PER_MS[topology.compute_device]
         is_data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
         bwd_comms = 0.0 if is_data_parallel else dense.perf.bwd_comms
+        # The user's optimizer gets gradients in the cores' dtype, the one in backward float32 ones.
+        element_size = option.tensor.element_size() if is_data_parallel else 4
         bwd_comms += _all_reduce_ms(
-            core_bytes(shape), topology, ranks=num_replicas(option, topology)
+            core_bytes(shape, element_size=element_size),
+            topology,
+            ranks=num_replicas(option, topology),
         )
         shard.perf = Perf(
             fwd_compute=dense.perf.fwd_compute + flops.forward / rate,
@@ -199,7 +203,8 @@ def _as_dense(option: ShardingOption) -> ShardingOption:
     is_data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
     kernel = EmbeddingComputeKernel.DENSE if is_data_parallel else EmbeddingComputeKernel.FUSED
     shown = copy.deepcopy(option)
-    shown._tensor = torch.empty_like(option.tensor, device="meta")
+    # Outputs are float32 whatever the cores are, and the estimator tells them by the tensor.
+    shown._tensor = torch.empty_like(option.tensor, dtype=torch.float32, device="meta")
     shown.compute_kernel = kernel.value
     return shown
 
