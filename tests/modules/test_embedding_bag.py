@@ -231,3 +231,8 @@ def test_optimizers_of_torch_train_the_cores_on_their_dense_gradients(kind, sett
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
+    bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=[32, 32], row_strategy="fast", device="meta")
+    assert bag.shape.row_factors == (113, 6, 1475)

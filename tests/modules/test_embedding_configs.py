@@ -32,6 +32,14 @@ def test_factors_that_are_left_out_are_chosen_for_as_many_cores_as_ranks_say() -
         assert shape.embedding_dim == 16
 
 
+def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
+    table = {**TABLE, "num_embeddings": 1_000_000, "embedding_dim": 64}
+    config = TTEmbeddingBagConfig(**table, tt_ranks=[32, 32], row_strategy="fast")
+    assert config.tt_shape.row_factors == (113, 6, 1475)
+    with pytest.raises(ValueError, match="row_strategy must be one of"):
+        TTEmbeddingBagConfig(**table, tt_ranks=[32, 32], row_strategy="quick")
+
+
 def test_a_config_can_be_replaced_field_by_field() -> None:
     config = TTEmbeddingBagConfig(**TABLE, tt_ranks=[2, 2])
     larger = dataclasses.replace(config, num_embeddings=5000)

@@ -5,12 +5,17 @@ import pytest
 import torch
 
 from torchrec_tt.tt.cost import (
+    FLOPS_PER_BYTE,
     OPTIMIZERS,
+    chunk_sum_bytes,
     core_bytes,
     dense_bytes,
     expected_unique,
     lookup_flops,
+    num_chunks,
     optimizer_state_bytes,
+    step_cost,
+    workspace_bytes,
 )
 from torchrec_tt.tt.shape import TTShape
 
@@ -158,3 +163,64 @@ def test_expected_unique_keeps_its_digits_for_huge_tables() -> None:
 def test_expected_unique_refuses_nonsense(num_draws: int, num_values: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expected_unique(num_draws, num_values)
+
+
+SMALL = TTShape(  # slices: head [2, 5], mid [5, 3, 7], last [7, 4]
+    num_embeddings=24,
+    embedding_dim=24,
+    row_factors=(2, 3, 4),
+    col_factors=(2, 3, 4),
+    tt_ranks=(5, 7),
+)
+
+
+def test_chunks_are_of_8_million_flops_and_16_at_most() -> None:
+    row, prefix = 2 * 24 * 8, 2 * 6 * 5 * 8  # rank 7 is padded to 8
+    assert num_chunks(SMALL, num_rows=10, num_prefixes=5) == 1
+    assert num_chunks(SMALL, num_rows=1000, num_prefixes=50_000) == (
+        (1000 * row + 50_000 * prefix) // 8_000_000
+    )
+    assert num_chunks(SMALL, num_rows=10**6, num_prefixes=10**6) == 16
+    assert num_chunks(SMALL, num_rows=10**6, num_prefixes=4) == 4
+
+
+def test_chunk_sums_are_of_heads_and_last_slices() -> None:
+    assert chunk_sum_bytes(SMALL) == 4 * (2 * 10 + 4 * 28)
+    two = TTShape(
+        num_embeddings=12, embedding_dim=6, row_factors=(3, 4), col_factors=(2, 3), tt_ranks=(5,)
+    )
+    assert chunk_sum_bytes(two) == 4 * (3 * 2 * 5 + 4 * 5 * 3)
+    four = TTShape(
+        num_embeddings=120,
+        embedding_dim=16,
+        row_factors=(2, 3, 4, 5),
+        col_factors=(2, 2, 2, 2),
+        tt_ranks=(3, 5, 7),
+    )
+    assert chunk_sum_bytes(four) == 4 * ((2 * 3) * (2 * 2) * 5 + 5 * 7 * 2)
+
+
+def test_step_cost_by_hand() -> None:
+    """A batch of so many rows that it has every prefix; all of it fits the cache."""
+    head, mid, last = 4 * 10, 4 * 105, 4 * 28
+    flops = lookup_flops(SMALL, num_rows=10_000, num_prefixes=6)
+    num_bytes = 5 * mid * expected_unique(6, 3) + 3 * last * 4 + 3 * head * expected_unique(6, 2)
+    num_bytes += 4 * last * 4 + 3 * last * 4
+    assert step_cost(SMALL, num_rows=10_000) == pytest.approx(
+        flops.forward + flops.backward + FLOPS_PER_BYTE * num_bytes
+    )
+
+
+def test_workspace_by_hand() -> None:
+    """One chunk, two threads: rank 7 is padded to 8, and 32 // 2 prefixes are taken at once."""
+    mid, last, product = 5 * 3 * 8, 4 * 8, 6 * 8
+    workspace = workspace_bytes(
+        SMALL, num_indices=100, num_rows=20, num_prefixes=6, num_bags=50, num_threads=2
+    )
+    call = 8 * 51 + 4 * 4 * last
+    assert workspace.kept == 24 * 100 + 40
+    assert workspace.plan == 100 * (2 * 4 + 4) + 2 * 8 * 2048
+    assert workspace.forward == call + 4 * 20 * 24 + 4 * (product + mid + last)
+    sums = 4 * (2 * 10 + 4 * last + 2 * mid) + 2 + 4
+    scratch = 4 * (product * 17 + 2 * mid + 16 * (24 + last) + 24)
+    assert workspace.backward == call + 8 * 100 + sums + scratch

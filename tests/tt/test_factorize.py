@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 import time
@@ -7,14 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_tt.tt.cost import core_bytes, dense_bytes
+from torchrec_tt.tt.cost import (
+    chunk_sum_bytes,
+    core_bytes,
+    dense_bytes,
+    expected_unique,
+    step_cost,
+)
 from torchrec_tt.tt.factorize import (
+    BATCH_ROWS,
+    MAX_CHUNK_SUM_BYTES,
     MAX_FACTOR_RATIO,
     MAX_PADDING_RATIO,
     factorize_columns,
     factorize_rows,
     make_shape,
 )
+from torchrec_tt.tt.shape import TTShape
 
 # Yin et al., "TT-Rec", MLSys 2021: rows, row factors, parameters at rank 16, 32 and 64.
 KAGGLE_TT_TABLES = [
@@ -226,3 +236,104 @@ def test_a_table_as_large_as_the_dense_one_does_not_warn() -> None:
         warnings.simplefilter("error")
         shape = make_shape(4, 4, tt_ranks=(2,), row_factors=(2, 2), col_factors=(2, 2))
     assert core_bytes(shape) == dense_bytes(shape)
+
+
+def _fast(num_embeddings: int, *, embedding_dim: int, tt_ranks: tuple[int, ...]) -> TTShape:
+    return make_shape(num_embeddings, embedding_dim, tt_ranks=tt_ranks, row_strategy="fast")
+
+
+@pytest.mark.parametrize(
+    ("num_embeddings", "embedding_dim", "tt_ranks", "row_factors"),
+    [
+        (1, 64, (32, 32), (1, 1, 1)),
+        (10_131_227, 64, (32, 32), (206, 27, 1822)),
+        (10_131_227, 16, (32, 32), (330, 89, 345)),
+        (10_131_227, 64, (32, 32, 32), (64, 5, 14, 2262)),
+        (10_131_227, 64, (32,), (3214, 3153)),  # no prefix products to save
+    ],
+)
+@pytest.mark.filterwarnings("ignore:tt_ranks=.*larger than the dense one")
+def test_fast_factors(
+    num_embeddings: int, embedding_dim: int, tt_ranks: tuple, row_factors: tuple
+) -> None:
+    shape = _fast(num_embeddings, embedding_dim=embedding_dim, tt_ranks=tt_ranks)
+    assert shape.row_factors == row_factors
+
+
+@settings(deadline=None, max_examples=25)  # the machine may be busy
+@given(
+    num_embeddings=st.integers(min_value=1, max_value=2**34),
+    embedding_dim=st.sampled_from((1, 7, 16, 64, 128)),
+    tt_ranks=st.lists(st.sampled_from((1, 5, 16, 32, 64)), min_size=2, max_size=3),
+)
+@pytest.mark.filterwarnings("ignore:tt_ranks=.*larger than the dense one")
+def test_fast_factors_keep_their_promises(
+    num_embeddings: int, embedding_dim: int, tt_ranks: list[int]
+) -> None:
+    balanced = make_shape(num_embeddings, embedding_dim, tt_ranks=tt_ranks)
+    fast = _fast(num_embeddings, embedding_dim=embedding_dim, tt_ranks=tuple(tt_ranks))
+    num_rows = expected_unique(BATCH_ROWS, num_embeddings)
+    assert core_bytes(fast) <= core_bytes(balanced)
+    assert step_cost(fast, num_rows=num_rows) <= step_cost(balanced, num_rows=num_rows)
+    assert chunk_sum_bytes(fast) <= max(MAX_CHUNK_SUM_BYTES, chunk_sum_bytes(balanced))
+    padding_limit = max(MAX_PADDING_RATIO * num_embeddings, balanced.num_rows_padded)
+    assert num_embeddings <= fast.num_rows_padded <= padding_limit
+
+
+@pytest.mark.parametrize("num_embeddings", [500, 20_000, 10_131_227])
+@pytest.mark.filterwarnings("ignore:tt_ranks=.*larger than the dense one")
+@pytest.mark.parametrize(("embedding_dim", "rank"), [(64, 32), (16, 32), (64, 16)])
+def test_fast_factors_are_within_5_percent_of_the_best_on_a_grid(
+    num_embeddings: int, embedding_dim: int, rank: int
+) -> None:
+    fast = _fast(num_embeddings, embedding_dim=embedding_dim, tt_ranks=(rank, rank))
+    balanced = make_shape(num_embeddings, embedding_dim, tt_ranks=(rank, rank))
+    num_rows = expected_unique(BATCH_ROWS, num_embeddings)
+    grid = sorted({round(1.25**k) for k in range(40)})
+    every = [
+        dataclasses.replace(fast, row_factors=(m0, m1, -(-num_embeddings // (m0 * m1))))
+        for m0, m1 in itertools.product(grid, repeat=2)
+        if m0 * m1 <= num_embeddings
+    ]
+    allowed = [
+        step_cost(shape, num_rows=num_rows)
+        for shape in every
+        if core_bytes(shape) <= core_bytes(balanced)
+        and chunk_sum_bytes(shape) <= max(MAX_CHUNK_SUM_BYTES, chunk_sum_bytes(balanced))
+        and shape.num_rows_padded <= MAX_PADDING_RATIO * num_embeddings
+    ]
+    assert len(allowed) > 10
+    assert step_cost(fast, num_rows=num_rows) <= 1.05 * min(allowed)
+
+
+@pytest.mark.parametrize("num_cores", [2, 3, 4])
+@pytest.mark.parametrize("num_embeddings", [10131227, 2**31 + 10])
+def test_fast_factors_take_milliseconds(num_embeddings: int, num_cores: int) -> None:
+    start = time.process_time()
+    _fast(num_embeddings, embedding_dim=64, tt_ranks=(32,) * (num_cores - 1))
+    assert time.process_time() - start < 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"row_strategy": "quick"}, r"row_strategy must be one of \('balanced', 'fast'\), got 'q"),
+        ({"row_strategy": "fast"}, "col_factors and tt_ranks must be given for .*got None and No"),
+        (
+            {"row_strategy": "fast", "col_factors": (4, 4), "tt_ranks": (8, 8)},
+            "col_factors must have 3 entries",
+        ),
+        (
+            {"row_strategy": "fast", "col_factors": (4, 4, 4), "tt_ranks": (8,)},
+            "tt_ranks must have 2 entries",
+        ),
+    ],
+)
+def test_a_strategy_that_cannot_be_followed_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        factorize_rows(1000, **arguments)
+
+
+def test_given_row_factors_and_a_strategy_for_them_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="row_strategy must be left out where row_factors are giv"):
+        make_shape(1000, 16, tt_ranks=(2, 2), row_factors=(10, 10, 10), row_strategy="fast")

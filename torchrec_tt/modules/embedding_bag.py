@@ -10,7 +10,7 @@ from torchrec_tt.modules.table_batched import check_dtypes
 from torchrec_tt.ops.embedding_bag import embedding_bag, sum_dtype
 from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
 from torchrec_tt.tt import cores as tt_cores
-from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.init import TTInit, init_cores_
 
 
@@ -23,8 +23,10 @@ class TTEmbeddingBag(nn.Module):
         num_embeddings: rows of the table.
         embedding_dim: columns of the table.
         tt_ranks: the inner ranks; their number plus one is the number of cores, 2 to 4.
-        row_factors: one per core, product at least `num_embeddings`; None: balanced.
+        row_factors: one per core, product at least `num_embeddings`; None: by `row_strategy`.
         col_factors: one per core, product `embedding_dim`; None: balanced.
+        row_strategy: "balanced" or "fast" row factors, see `factorize_rows`; leave it out where
+            `row_factors` are given.
         tt_init: how `reset_parameters` draws the cores, see `torchrec_tt.tt.init`.
         mode: "sum" or "mean"; nn.EmbeddingBag's default is "mean".
         include_last_offset: whether `offsets` ends with the number of indices.
@@ -62,6 +64,7 @@ class TTEmbeddingBag(nn.Module):
         tt_ranks: Sequence[int],
         row_factors: Sequence[int] | None = None,
         col_factors: Sequence[int] | None = None,
+        row_strategy: RowStrategy = "balanced",
         tt_init: TTInit = "sampled_gaussian",
         mode: Literal["sum", "mean"] = "mean",
         include_last_offset: bool = False,
@@ -86,6 +89,7 @@ class TTEmbeddingBag(nn.Module):
             tt_ranks=tt_ranks,
             row_factors=row_factors,
             col_factors=col_factors,
+            row_strategy=row_strategy,
         )
         self.num_embeddings = self.shape.num_embeddings
         self.embedding_dim = self.shape.embedding_dim

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import (
     data_type_to_dtype,
 )
 
-from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.init import TTInit
 from torchrec_tt.tt.shape import TTShape
 
@@ -41,9 +41,11 @@ class TTTableConfig(BaseEmbeddingConfig):
 
     Args:
         tt_ranks: the inner ranks, one fewer than there are cores. Required.
-        row_factors: factors of the rows, one per core; None chooses balanced ones.
+        row_factors: factors of the rows, one per core; None chooses them by `row_strategy`.
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
+        row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
+            `row_factors` are given.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
 
     Raises:
@@ -55,6 +57,7 @@ class TTTableConfig(BaseEmbeddingConfig):
     row_factors: Sequence[int] | None = None
     col_factors: Sequence[int] | None = None
     tt_init: TTInit = "sampled_gaussian"
+    row_strategy: RowStrategy = "balanced"
 
     def __post_init__(self) -> None:
         # BaseEmbeddingConfig.__post_init__ only sets init_fn, which a TT table has not.
@@ -92,6 +95,7 @@ class TTTableConfig(BaseEmbeddingConfig):
             tt_ranks=self.tt_ranks,
             row_factors=self.row_factors,
             col_factors=self.col_factors,
+            row_strategy=self.row_strategy,
         )
 
     @property
@@ -109,7 +113,7 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
 
     Args:
         tt_ranks: the inner ranks, one fewer than there are cores. Required.
-        row_factors: factors of the rows, one per core; None chooses balanced ones.
+        row_factors: factors of the rows, one per core; None chooses them by `row_strategy`.
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
