@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchrec_tt.modules.table_batched import check_dtypes
 from torchrec_tt.ops.embedding_bag import embedding_bag, sum_dtype
@@ -124,6 +124,8 @@ class TTEmbeddingBag(nn.Module):
             ValueError: for ids out of range, offsets that do not fit, or weights of another shape.
             NotImplementedError: for weights with mode "mean", as in nn.EmbeddingBag.
         """
+        if isinstance(input, fx.Proxy):
+            return as_fx_leaf(self, input, offsets, per_sample_weights)
         indices, offsets = self._flat(input, offsets)
         if per_sample_weights is not None:
             if self.mode != "sum":
@@ -187,6 +189,15 @@ class TTEmbeddingBag(nn.Module):
             f"{shape.num_embeddings}, {shape.embedding_dim}, tt_ranks={shape.tt_ranks}, "
             f"row_factors={shape.row_factors}, col_factors={shape.col_factors}, mode={self.mode!r}"
         )
+
+
+def as_fx_leaf(module: nn.Module, *args: fx.Proxy | None) -> fx.Proxy:
+    """Returns the call of `module` in the graph being traced, as torch.fx treats torch.nn's own.
+
+    A tracer follows other modules inside, where what they check of a tensor has no answer yet.
+    """
+    tracer = next(arg.tracer for arg in args if isinstance(arg, fx.Proxy))
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
 
 
 def _checked_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:
