@@ -116,6 +116,8 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         row_factors: factors of the rows, one per core; None chooses them by `row_strategy`.
         col_factors: factors of the columns, one per core; None chooses balanced ones.
         tt_init: distribution the cores are drawn from.
+        row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
+            `row_factors` are given.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
 
     The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
