@@ -15,12 +15,17 @@ if TYPE_CHECKING:
         TTEmbeddingBagCollectionSharder as TTEmbeddingBagCollectionSharder,
     )
     from torchrec_tt.distributed.planner.planners import tt_planner as tt_planner
+    from torchrec_tt.modules.embedding import TTEmbedding as TTEmbedding
     from torchrec_tt.modules.embedding_bag import TTEmbeddingBag as TTEmbeddingBag
     from torchrec_tt.modules.embedding_configs import (
         TTEmbeddingBagConfig as TTEmbeddingBagConfig,
     )
+    from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig as TTEmbeddingConfig
     from torchrec_tt.modules.embedding_modules import (
         TTEmbeddingBagCollection as TTEmbeddingBagCollection,
+    )
+    from torchrec_tt.modules.embedding_modules import (
+        TTEmbeddingCollection as TTEmbeddingCollection,
     )
     from torchrec_tt.tt.factorize import make_shape as make_shape
     from torchrec_tt.tt.shape import TTShape as TTShape
@@ -31,9 +36,12 @@ _MODULE_OF = {
     "ShardedTTEmbeddingBagCollection": "torchrec_tt.distributed.embeddingbag",
     "TTEmbeddingBagCollectionSharder": "torchrec_tt.distributed.embeddingbag",
     "tt_planner": "torchrec_tt.distributed.planner.planners",
+    "TTEmbedding": "torchrec_tt.modules.embedding",
     "TTEmbeddingBag": "torchrec_tt.modules.embedding_bag",
     "TTEmbeddingBagConfig": "torchrec_tt.modules.embedding_configs",
+    "TTEmbeddingConfig": "torchrec_tt.modules.embedding_configs",
     "TTEmbeddingBagCollection": "torchrec_tt.modules.embedding_modules",
+    "TTEmbeddingCollection": "torchrec_tt.modules.embedding_modules",
     "make_shape": "torchrec_tt.tt.factorize",
     "TTShape": "torchrec_tt.tt.shape",
 }

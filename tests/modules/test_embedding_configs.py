@@ -5,7 +5,11 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
-from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig, check_tables
+from torchrec_tt.modules.embedding_configs import (
+    TTEmbeddingBagConfig,
+    TTEmbeddingConfig,
+    check_tables,
+)
 from torchrec_tt.tt.shape import TTShape
 
 TABLE = {"name": "t", "num_embeddings": 1000, "embedding_dim": 16, "feature_names": ["f"]}
@@ -87,6 +91,15 @@ def test_a_config_that_does_not_fit_raises(arguments: dict[str, Any], message: s
         TTEmbeddingBagConfig(**TABLE, **arguments)
 
 
+def test_a_sequence_config_has_the_same_shape_and_the_same_checks() -> None:
+    arguments = {**TABLE, "tt_ranks": [2, 3]}
+    config = TTEmbeddingConfig(**arguments)
+    assert config.tt_shape == TTEmbeddingBagConfig(**arguments).tt_shape
+    assert not hasattr(config, "pooling")
+    with pytest.raises(ValueError, match="init_fn must be left unset"):
+        TTEmbeddingConfig(**arguments, init_fn=torch.nn.init.zeros_)
+
+
 def regular(**arguments: Any) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(**{**TABLE, **arguments})
 
@@ -101,6 +114,11 @@ def regular(**arguments: Any) -> EmbeddingBagConfig:
         ([regular(pooling=PoolingType.NONE)], False, "pooling must be PoolingType.SUM or MEAN"),
         ([regular(pooling="sum")], False, "pooling must be .*got 'sum' for table 't'"),
         ([], False, "at least one table"),
+        (
+            [TTEmbeddingConfig(**TABLE, tt_ranks=[2, 2])],
+            False,
+            "tables must be EmbeddingBagConfig or TTEmbeddingBagConfig, got TTEmbeddingConfig",
+        ),
         ([regular(pooling=PoolingType.MEAN)], True, "pooling must be SUM in a weighted"),
     ],
 )

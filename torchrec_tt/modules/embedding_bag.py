@@ -1,23 +1,20 @@
 """TTEmbeddingBag: one TT table with the arguments and semantics of nn.EmbeddingBag."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from torchrec_tt.modules.table_batched import check_dtypes
+from torchrec_tt.modules.cores import TTCores, as_fx_leaf
 from torchrec_tt.ops.embedding_bag import embedding_bag, sum_dtype
 from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
-from torchrec_tt.tt import cores as tt_cores
-from torchrec_tt.tt.factorize import RowStrategy, make_shape
-from torchrec_tt.tt.init import TTInit, init_cores_
+from torchrec_tt.tt.factorize import RowStrategy
+from torchrec_tt.tt.init import TTInit
 
 
-class TTEmbeddingBag(nn.Module):
+class TTEmbeddingBag(TTCores):
     """Sums or means of rows of an embedding table that is stored as Tensor-Train cores.
-
-    The table is `table[i] = G_0[i_0] @ ... @ G_{d-1}[i_{d-1}]` (see `TTShape`); it is never made.
 
     Args:
         num_embeddings: rows of the table.
@@ -74,43 +71,27 @@ class TTEmbeddingBag(nn.Module):
         dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if mode == "max":
             raise NotImplementedError("mode 'max' is not supported, use 'sum' or 'mean'")
         if mode not in ("sum", "mean"):
             raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
-        if tt_init not in get_args(TTInit):
-            raise ValueError(f"tt_init must be one of {get_args(TTInit)}, got {tt_init!r}")
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_dtypes(dtype, output_dtype=output_dtype)
-        self.shape = make_shape(
+        super().__init__(
             num_embeddings,
             embedding_dim,
             tt_ranks=tt_ranks,
             row_factors=row_factors,
             col_factors=col_factors,
             row_strategy=row_strategy,
+            tt_init=tt_init,
+            device=device,
+            dtype=dtype,
+            output_dtype=output_dtype,
         )
-        self.num_embeddings = self.shape.num_embeddings
-        self.embedding_dim = self.shape.embedding_dim
-        self._output_dtype = output_dtype
-        self.mode, self.include_last_offset, self.tt_init = mode, include_last_offset, tt_init
+        self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx = _checked_padding_idx(padding_idx, self.num_embeddings)
-        self.tt_cores = nn.ParameterList(
-            nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-            for size in self.shape.core_shapes
-        )
         self._lookup = Lookup(
             [TTTable(name="weight", shape=self.shape)], pooling=mode, check_mode=check_mode
         )
-        self.reset_parameters()
-
-    def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
-        """Draws the cores anew; a module on "meta" is left as it is."""
-        if not self.tt_cores[0].is_meta:
-            init_cores_(
-                list(self.tt_cores), shape=self.shape, method=self.tt_init, generator=generator
-            )
 
     def forward(
         self,
@@ -179,25 +160,8 @@ class TTEmbeddingBag(nn.Module):
         last = torch.tensor([input.numel()], dtype=offsets.dtype, device=offsets.device)
         return input, torch.cat([offsets, last])
 
-    def to_dense(self) -> Tensor:  # [num_embeddings, embedding_dim]
-        """Returns the whole table, differentiable in the cores."""
-        return tt_cores.dense(list(self.tt_cores), shape=self.shape)
-
     def extra_repr(self) -> str:
-        shape = self.shape
-        return (
-            f"{shape.num_embeddings}, {shape.embedding_dim}, tt_ranks={shape.tt_ranks}, "
-            f"row_factors={shape.row_factors}, col_factors={shape.col_factors}, mode={self.mode!r}"
-        )
-
-
-def as_fx_leaf(module: nn.Module, *args: fx.Proxy | None) -> fx.Proxy:
-    """Returns the call of `module` in the graph being traced, as torch.fx treats torch.nn's own.
-
-    A tracer follows other modules inside, where what they check of a tensor has no answer yet.
-    """
-    tracer = next(arg.tracer for arg in args if isinstance(arg, fx.Proxy))
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
 def _checked_padding_idx(padding_idx: int | None, num_embeddings: int) -> int | None:

@@ -9,6 +9,7 @@ from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     PoolingType,
     data_type_to_dtype,
 )
@@ -31,7 +32,7 @@ _DENSE_ONLY = (  # fields of BaseEmbeddingConfig that speak of stored rows; a TT
     "stash_weights",
 )
 _POOLINGS = (PoolingType.SUM, PoolingType.MEAN)
-_DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's EmbeddingBagCollection
+_DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's collections
 _TT_DATA_TYPES = (DataType.FP32, DataType.BF16, DataType.FP16)
 
 
@@ -139,20 +140,75 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         _check_pooling(self)
 
 
+@dataclass
+class TTEmbeddingConfig(TTTableConfig, EmbeddingConfig):
+    """An EmbeddingConfig whose table is stored as Tensor-Train cores.
+
+    Args:
+        tt_ranks: the inner ranks, one fewer than there are cores. Required.
+        row_factors: factors of the rows, one per core; None chooses them by `row_strategy`.
+        col_factors: factors of the columns, one per core; None chooses balanced ones.
+        tt_init: distribution the cores are drawn from.
+        row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
+            `row_factors` are given.
+
+    The other arguments are those of EmbeddingConfig. `init_fn` and the `weight_init` limits
+    describe stored rows and are refused: `tt_init` takes their place.
+
+    Raises:
+        ValueError: if the factors or ranks do not fit the table, or an argument has no meaning
+            for a table without stored rows.
+
+    Example:
+        >>> config = TTEmbeddingConfig(name="t", num_embeddings=1000, embedding_dim=16,
+        ...                            feature_names=["f"], tt_ranks=[8, 8])
+        >>> config.tt_shape.num_cores
+        3
+    """
+
+
 def check_tables(tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool) -> None:
-    """Raises ValueError, naming the table, for configs that cannot form a collection."""
-    if not tables:
-        raise ValueError(f"tables must have at least one table, got {tables}")
-    names = [table.name for table in tables]
+    """Raises ValueError, naming the table, for configs that cannot form a pooled collection."""
+    _check_each(tables, kind=EmbeddingBagConfig)
     for table in tables:
-        if names.count(table.name) > 1:
-            raise ValueError(f"tables must have distinct names, got {table.name!r} twice")
         _check_pooling(table)
         if is_weighted and table.pooling != PoolingType.SUM:
             raise ValueError(
                 f"pooling must be SUM in a weighted collection, as nn.EmbeddingBag demands, "
                 f"got {table.pooling.value} for table {table.name!r}"
             )
+
+
+def check_sequence_tables(tables: Sequence[EmbeddingConfig]) -> None:
+    """Raises ValueError, naming the table, for configs that cannot form a sequence collection."""
+    _check_each(tables, kind=EmbeddingConfig)
+    has_tt = any(isinstance(table, TTTableConfig) for table in tables)
+    for table in tables:
+        if table.embedding_dim != tables[0].embedding_dim:
+            raise ValueError(
+                f"embedding_dim must be the same for all tables of a sequence collection, "
+                f"got {tables[0].embedding_dim} for table {tables[0].name!r} and "
+                f"{table.embedding_dim} for table {table.name!r}"
+            )
+        if has_tt and table.enable_embedding_update:
+            raise ValueError(
+                f"enable_embedding_update must be False in a collection with Tensor-Train tables, "
+                f"whose rows cannot be written, got True for table {table.name!r}"
+            )
+
+
+def _check_each(tables: Sequence[BaseEmbeddingConfig], *, kind: type[BaseEmbeddingConfig]) -> None:
+    if not tables:
+        raise ValueError(f"tables must have at least one table, got {tables}")
+    names = [table.name for table in tables]
+    for table in tables:
+        if not isinstance(table, kind):
+            raise ValueError(
+                f"tables must be {kind.__name__} or TT{kind.__name__}, "
+                f"got {type(table).__name__} for table {table.name!r}"
+            )
+        if names.count(table.name) > 1:
+            raise ValueError(f"tables must have distinct names, got {table.name!r} twice")
         if not isinstance(table, TTTableConfig) and table.data_type not in _DENSE_DATA_TYPES:
             raise ValueError(
                 f"data_type must be one of {[str(t) for t in _DENSE_DATA_TYPES]}, "

@@ -3,17 +3,19 @@
 import abc
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
+    EmbeddingConfig,
     pooling_type_to_str,
 )
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
     get_embedding_names_by_table,
 )
 from torchrec.optim.fused import FusedOptimizerModule
@@ -21,10 +23,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tt.modules.embedding import TTEmbedding
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
 from torchrec_tt.modules.embedding_configs import (
-    TTEmbeddingBagConfig,
     TTTableConfig,
+    check_sequence_tables,
     check_tables,
 )
 from torchrec_tt.tt.init import init_cores_, table_generator
@@ -175,6 +178,116 @@ class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollectionInterface):
         return self._embedding_bag_configs
 
 
+class TTEmbeddingCollection(TTCollection, EmbeddingCollectionInterface):
+    """An EmbeddingCollection in which tables may be Tensor-Train tables.
+
+    Drop-in for torchrec's EmbeddingCollection: KeyedJaggedTensor in, a JaggedTensor per feature
+    out, one row per id and in the order of the ids. Regular tables have the state dict key
+    `embeddings.<table>.weight`, TT tables `embeddings.<table>.tt_cores.<k>`.
+
+    A TT table's first values depend on its name and `torch.initial_seed()` alone, so they are the
+    same unsharded and under any sharding.
+
+    Args:
+        tables: the tables, `TTEmbeddingConfig` for those in Tensor-Train form; all of the same
+            `embedding_dim`.
+        device: where the tables live; None is the CPU, "meta" allocates nothing.
+        need_indices: whether the ids come back, as the weights of the outputs.
+
+    Raises:
+        ValueError: if there is no table, two have the same name or different dims, or a data type
+            is not supported.
+
+    Example:
+        >>> ec = TTEmbeddingCollection(tables=[
+        ...     EmbeddingConfig(name="a", num_embeddings=10, embedding_dim=8,
+        ...                     feature_names=["fa"]),
+        ...     TTEmbeddingConfig(name="b", num_embeddings=100_000, embedding_dim=8,
+        ...                       feature_names=["fb"], tt_ranks=[4, 4]),
+        ... ])
+        >>> kjt = KeyedJaggedTensor(keys=["fa", "fb"], values=torch.tensor([1, 2, 77_777]),
+        ...                         lengths=torch.tensor([1, 0, 0, 2]))
+        >>> ec(kjt)["fb"].values().shape
+        torch.Size([2, 8])
+    """
+
+    tables_name = "embeddings"
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+    ) -> None:
+        super().__init__()
+        check_sequence_tables(tables)
+        for table in tables:
+            if not table.feature_names:
+                table.feature_names = [table.name]
+        self._embedding_configs = tables
+        self._need_indices = need_indices
+        self._device = torch.device(device or "cpu")
+        self._embedding_names_by_table = get_embedding_names_by_table(tables)
+        self.embeddings = nn.ModuleDict(
+            {table.name: _embedding(table, device=self._device) for table in tables}
+        )
+        self.reset_parameters()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # values [N, D]
+        """Returns the rows of every feature of every table.
+
+        A feature that several tables read has the keys `<feature>@<table>`.
+
+        Raises:
+            ValueError: if an id is not a row of its table; the message names the table.
+        """
+        feature_dict = maybe_td_to_kjt(features, None).to_dict()
+        rows = {}
+        for table, names in zip(
+            self._embedding_configs, self._embedding_names_by_table, strict=True
+        ):
+            for feature_name, name in zip(table.feature_names, names, strict=True):
+                feature = feature_dict[feature_name]
+                rows[name] = JaggedTensor(
+                    values=self._look_up(table.name, feature.values()),
+                    lengths=feature.lengths(),
+                    weights=feature.values() if self._need_indices else None,
+                )
+        return rows
+
+    def _look_up(self, table: str, ids: Tensor) -> Tensor:  # [N] -> [N, D]
+        try:
+            return self.embeddings[table](ids).float()
+        except ValueError as error:
+            raise ValueError(f"table {table!r}: {error}") from None
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self._embedding_configs
+
+    def table_configs(self) -> list[EmbeddingConfig]:
+        return self._embedding_configs
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        return self._embedding_configs[0].embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        return self._embedding_names_by_table
+
+    # How TorchRec expands deduplicated ids, which TT tables have not; the last since 1.9.
+
+    def use_gather_select(self) -> bool:
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        return None
+
+    def use_sorted_select(self) -> bool:
+        return False
+
+
 def tt_configs(tables: Sequence[BaseEmbeddingConfig]) -> list[TTTableConfig]:
     """Returns those of `tables` that are Tensor-Train tables."""
     return [table for table in tables if isinstance(table, TTTableConfig)]
@@ -234,24 +347,30 @@ def reset_cores_(
 
 
 def _embedding_bag(table: EmbeddingBagConfig, *, device: torch.device) -> nn.Module:
-    mode = pooling_type_to_str(table.pooling)
-    if isinstance(table, TTEmbeddingBagConfig):
-        return TTEmbeddingBag(
-            table.num_embeddings,
-            table.embedding_dim,
-            tt_ranks=table.tt_shape.tt_ranks,
-            row_factors=table.tt_shape.row_factors,
-            col_factors=table.tt_shape.col_factors,
-            mode=mode,
-            include_last_offset=True,
-            device=device,
-            dtype=table.core_dtype,
-        )
-    return nn.EmbeddingBag(
+    kind = TTEmbeddingBag if isinstance(table, TTTableConfig) else nn.EmbeddingBag
+    return kind(
         table.num_embeddings,
         table.embedding_dim,
-        mode=mode,
+        mode=pooling_type_to_str(table.pooling),
         include_last_offset=True,
-        device=device,
-        dtype=torch.float32 if table.data_type.value == "FP32" else torch.float16,
+        **_table_arguments(table, device=device),
     )
+
+
+def _embedding(table: EmbeddingConfig, *, device: torch.device) -> nn.Module:
+    kind = TTEmbedding if isinstance(table, TTTableConfig) else nn.Embedding
+    return kind(table.num_embeddings, table.embedding_dim, **_table_arguments(table, device=device))
+
+
+def _table_arguments(table: BaseEmbeddingConfig, *, device: torch.device) -> dict[str, Any]:
+    """What a table's module is made with, pooled or not."""
+    if not isinstance(table, TTTableConfig):
+        dtype = torch.float32 if table.data_type.value == "FP32" else torch.float16
+        return {"device": device, "dtype": dtype}
+    return {
+        "tt_ranks": table.tt_shape.tt_ranks,
+        "row_factors": table.tt_shape.row_factors,
+        "col_factors": table.tt_shape.col_factors,
+        "device": device,
+        "dtype": table.core_dtype,
+    }
