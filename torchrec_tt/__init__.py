@@ -8,6 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrec_tt.distributed.embedding import (
+        ShardedTTEmbeddingCollection as ShardedTTEmbeddingCollection,
+    )
+    from torchrec_tt.distributed.embedding import (
+        TTEmbeddingCollectionSharder as TTEmbeddingCollectionSharder,
+    )
     from torchrec_tt.distributed.embeddingbag import (
         ShardedTTEmbeddingBagCollection as ShardedTTEmbeddingBagCollection,
     )
@@ -33,6 +39,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "ShardedTTEmbeddingCollection": "torchrec_tt.distributed.embedding",
+    "TTEmbeddingCollectionSharder": "torchrec_tt.distributed.embedding",
     "ShardedTTEmbeddingBagCollection": "torchrec_tt.distributed.embeddingbag",
     "TTEmbeddingBagCollectionSharder": "torchrec_tt.distributed.embeddingbag",
     "tt_planner": "torchrec_tt.distributed.planner.planners",

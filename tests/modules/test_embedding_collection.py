@@ -184,6 +184,11 @@ def test_a_table_without_feature_names_reads_the_feature_of_its_name() -> None:
     assert list(TTEmbeddingCollection(tables=[config])(features())) == ["a"]
 
 
+def test_a_collection_left_unsharded_says_which_sharder_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"a TTEmbeddingCollectionSharder .* tables \['tt'\]"):
+        collection().fused_optimizer  # noqa: B018
+
+
 def regular(name: str = "t", **arguments: Any) -> EmbeddingConfig:
     return EmbeddingConfig(**{"name": name, "num_embeddings": 10, "embedding_dim": 8, **arguments})
 

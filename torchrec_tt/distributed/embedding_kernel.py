@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embedding_kernel import BaseEmbedding
@@ -18,8 +19,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
 from torchrec_tt.distributed.fused_params import check_mode_of
 from torchrec_tt.modules.table_batched import TTTable, TTTableBatchedEmbeddingBags
+from torchrec_tt.ops.lookup import Pooling
 from torchrec_tt.optim import TTOptimizerConfig
 
+_POOLINGS: dict[PoolingMode, Pooling] = {  # of row-wise tables TorchRec makes MEAN a SUM
+    PoolingMode.SUM: "sum",
+    PoolingMode.MEAN: "mean",
+    PoolingMode.NONE: "none",
+}
 TT_SHAPE = "_tt_shape"  # a table's TTShape in ShardedEmbeddingTable.fused_params
 
 
@@ -47,10 +54,9 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         super().__init__()
         self._config = config
         self._pg = pg
-        pooling = pooling_type_to_pooling_mode(config.pooling, sharding_type)  # SUM if row-wise
         self._emb_module = TTTableBatchedEmbeddingBags(
             [_tt_table(table) for table in config.embedding_tables],
-            pooling="mean" if pooling.name == "MEAN" else "sum",
+            pooling=_POOLINGS[pooling_type_to_pooling_mode(config.pooling, sharding_type)],
             check_mode=check_mode_of(config.fused_params or {}),
             optimizer=optimizer,
             reduce_gradients=reduce_gradients,
@@ -70,7 +76,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         """Returns the cores of one of the kernel's tables, `d` of `[m_k, r_k * n_k * r_{k+1}]`."""
         return self._emb_module.cores[table]
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]; unpooled [N, D]
         weights = features.weights_or_none() if self._config.is_weighted else None
         return self._emb_module(
             features.values(),
@@ -78,7 +84,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             per_sample_weights=None if weights is None else weights.float(),
         )
 
-    # ShardedTTEmbeddingBagCollection keeps the cores in its own state dict, under `tt_cores`.
+    # ShardedTTCollection keeps the cores in its own state dict, under `tt_cores`.
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         return {} if destination is None else destination

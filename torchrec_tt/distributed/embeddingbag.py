@@ -26,7 +26,7 @@ from torchrec_tt.distributed.sharded_collection import (
     shapes_of,
     tell_shapes,
 )
-from torchrec_tt.distributed.sharding import create_tt_sharding
+from torchrec_tt.distributed.sharding import POOLED_SHARDINGS, create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import ROW_SPLITTING_TYPES, shardable_parameters
 from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
@@ -109,6 +109,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
             )
         return create_tt_sharding(
             sharding_infos,
+            shardings=POOLED_SHARDINGS,
             shapes=shapes,
             env=env,
             device=device,

@@ -3,11 +3,16 @@
 Input and output distributions are inherited: TT tables share the all-to-all of the regular tables.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import (
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import replace_placement_with_meta_device
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
@@ -23,7 +28,7 @@ from torchrec_tt.distributed.fused_params import check_mode_of
 from torchrec_tt.tt.shape import TTShape
 
 
-class _TTLookupMixin:
+class TTLookupMixin(EmbeddingSharding):
     """Gives a sharding the lookup that knows TT tables."""
 
     _grouped_embedding_configs: list[GroupedEmbeddingConfig]
@@ -64,14 +69,16 @@ class _TTLookupMixin:
         return None
 
 
-class TTTwPooledEmbeddingSharding(_TTLookupMixin, TwPooledEmbeddingSharding):
+class TTTableWiseMixin(TTLookupMixin):
     """Whole tables, each on one rank."""
+
+    _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
 
     def _input_configs(self) -> list[GroupedEmbeddingConfig]:
         return [config for rank in self._grouped_embedding_configs_per_rank for config in rank]
 
 
-class TTRwPooledEmbeddingSharding(_TTLookupMixin, RwPooledEmbeddingSharding):
+class TTRowWiseMixin(TTLookupMixin):
     """Blocks of rows over all ranks; the cores are replicated on all of them."""
 
     _lookup_sharding_type = ShardingType.ROW_WISE
@@ -80,10 +87,18 @@ class TTRwPooledEmbeddingSharding(_TTLookupMixin, RwPooledEmbeddingSharding):
         return _with_bounds_check(super().create_input_dist(device), self.embedding_tables())
 
     def _replica_pg(self) -> dist.ProcessGroup | None:
-        return self._pg
+        return self._env.process_group
 
 
-class TTTwRwPooledEmbeddingSharding(_TTLookupMixin, TwRwPooledEmbeddingSharding):
+class TTTwPooledEmbeddingSharding(TTTableWiseMixin, TwPooledEmbeddingSharding):
+    """Whole tables, each on one rank."""
+
+
+class TTRwPooledEmbeddingSharding(TTRowWiseMixin, RwPooledEmbeddingSharding):
+    """Blocks of rows over all ranks."""
+
+
+class TTTwRwPooledEmbeddingSharding(TTLookupMixin, TwRwPooledEmbeddingSharding):
     """Whole tables, each on one node, in blocks of rows; the cores are replicated on its ranks."""
 
     _lookup_sharding_type = ShardingType.TABLE_ROW_WISE
@@ -101,13 +116,14 @@ class TTTwRwPooledEmbeddingSharding(_TTLookupMixin, TwRwPooledEmbeddingSharding)
         return self._intra_pg
 
 
-class TTDpPooledEmbeddingSharding(_TTLookupMixin, DpPooledEmbeddingSharding):
+class TTDpPooledEmbeddingSharding(TTLookupMixin, DpPooledEmbeddingSharding):
     """Whole tables on every rank."""
 
     _scale_weight_gradients = False
 
 
-_SHARDINGS: dict[str, Any] = {
+POOLED_SHARDINGS: dict[str, Any] = {
+    ShardingType.DATA_PARALLEL.value: TTDpPooledEmbeddingSharding,
     ShardingType.TABLE_WISE.value: TTTwPooledEmbeddingSharding,
     ShardingType.ROW_WISE.value: TTRwPooledEmbeddingSharding,
     ShardingType.TABLE_ROW_WISE.value: TTTwRwPooledEmbeddingSharding,
@@ -117,6 +133,7 @@ _SHARDINGS: dict[str, Any] = {
 def create_tt_sharding(
     sharding_infos: list[EmbeddingShardingInfo],
     *,
+    shardings: Mapping[str, Any],  # by sharding type
     shapes: dict[str, TTShape],
     env: ShardingEnv,
     device: torch.device | None,
@@ -126,12 +143,9 @@ def create_tt_sharding(
     sharding_type = sharding_infos[0].param_sharding.sharding_type
     if device is not None and device.type == "meta":
         replace_placement_with_meta_device(sharding_infos)
-    if sharding_type == ShardingType.DATA_PARALLEL.value:
-        sharding: Any = TTDpPooledEmbeddingSharding(sharding_infos, env, device)
-    else:
-        sharding = _SHARDINGS[sharding_type](
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+    is_data_parallel = sharding_type == ShardingType.DATA_PARALLEL.value
+    codecs = {} if is_data_parallel else {"qcomm_codecs_registry": qcomm_codecs_registry}
+    sharding = shardings[sharding_type](sharding_infos, env, device, **codecs)
     # After the grouping, which would put tables of different shapes into different kernels.
     for table in sharding.embedding_tables():
         if table.name in shapes:

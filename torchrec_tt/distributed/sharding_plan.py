@@ -17,19 +17,19 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 
 from torchrec_tt.distributed.fused_params import check_output_dtype
-from torchrec_tt.modules.embedding_configs import TTTableConfig
+from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig, TTTableConfig
 from torchrec_tt.modules.embedding_modules import (
     TTCollection,
     tt_configs,
 )
 
 TT_COMPUTE_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
-TT_SHARDING_TYPES = (
+_SEQUENCE_TYPES = (
     ShardingType.DATA_PARALLEL.value,
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
 )
+_POOLED_TYPES = (*_SEQUENCE_TYPES, ShardingType.TABLE_ROW_WISE.value)
 # Types whose pooled output is summed over ranks that each hold some of the rows.
 ROW_SPLITTING_TYPES = (
     ShardingType.ROW_WISE.value,
@@ -84,15 +84,22 @@ def check_plan(
         )
 
 
-def check_sharding_type(table: str, sharding_type: str) -> None:
-    """Raises ValueError for a sharding type that a Tensor-Train table cannot have.
+def sharding_types_of(config: TTTableConfig) -> tuple[str, ...]:
+    """Returns the sharding types that a Tensor-Train table can have.
 
-    Splitting the columns would split a table's flops but not its cores.
+    Splitting the columns would split a table's flops but not its cores. TorchRec has no
+    table-row-wise sharding of sequences.
     """
-    if sharding_type not in TT_SHARDING_TYPES:
+    return _SEQUENCE_TYPES if isinstance(config, TTEmbeddingConfig) else _POOLED_TYPES
+
+
+def check_sharding_type(config: TTTableConfig, sharding_type: str) -> None:
+    """Raises ValueError for a sharding type that a Tensor-Train table cannot have."""
+    types = sharding_types_of(config)
+    if sharding_type not in types:
         raise ValueError(
-            f"sharding_type must be one of {list(TT_SHARDING_TYPES)} for a Tensor-Train table, "
-            f"got {sharding_type!r} for table {table!r}"
+            f"sharding_type must be one of {list(types)} for a Tensor-Train table, "
+            f"got {sharding_type!r} for table {config.name!r}"
         )
 
 
@@ -152,7 +159,7 @@ def _check_tt_table(
     pg: dist.ProcessGroup | None,
 ) -> None:
     name, kind = config.name, sharding.sharding_type
-    check_sharding_type(name, kind)
+    check_sharding_type(config, kind)
     check_cache_params(name, sharding.cache_params)
     if kind == ShardingType.DATA_PARALLEL.value:
         return

@@ -302,13 +302,8 @@ def with_one_batch_size(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """
     if not isinstance(features, KeyedJaggedTensor) or not features.variable_stride_per_key():
         return features
-    inverse = features.inverse_indices_or_none()
-    if inverse is None:
-        raise ValueError(
-            "features with a variable batch size per feature (VBE) must have inverse_indices, got "
-            f"none with stride_per_key_per_rank={features.stride_per_key_per_rank()}"
-        )
-    names, bags_of_feature = inverse  # [F, B]
+    check_inverse_indices(features)
+    names, bags_of_feature = features.inverse_indices()  # [F, B]
     strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     first_bags = dict(zip(strides, itertools.accumulate(strides.values(), initial=0), strict=False))
     for name, row in zip(names, bags_of_feature, strict=True):
@@ -329,6 +324,15 @@ def with_one_batch_size(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         lengths=lengths,
         weights=None if weights is None else weights.index_select(0, places),
     )
+
+
+def check_inverse_indices(features: KeyedJaggedTensor) -> None:
+    """Raises ValueError for variable batch sizes (VBE) that do not say where samples belong."""
+    if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
+        raise ValueError(
+            "features with a variable batch size per feature (VBE) must have inverse_indices, got "
+            f"none with stride_per_key_per_rank={features.stride_per_key_per_rank()}"
+        )
 
 
 @torch.no_grad()

@@ -6,25 +6,27 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_tt.distributed.sharding_plan import (
     ROW_SPLITTING_TYPES,
     TT_COMPUTE_KERNEL,
-    TT_SHARDING_TYPES,
     check_cache_params,
     check_sharding_type,
+    sharding_types_of,
 )
 from torchrec_tt.modules.embedding_configs import TTTableConfig
-from torchrec_tt.modules.embedding_modules import TTCollection
+from torchrec_tt.modules.embedding_modules import TTCollection, tt_configs
 
 
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
     """EmbeddingEnumerator that gives every table the options it really has.
 
     TT tables get the TT kernel with the TT sharding types, whatever the sharder lists for the
-    regular tables of the collection; regular tables never get the TT kernel. The types
-    that split rows, which TorchRec does not offer on the CPU, are offered there to regular tables
-    only where a constraint asks for them.
+    regular tables of the collection; regular tables never get the TT kernel. Only where a
+    constraint asks for them do regular tables get, on the CPU, the types that split rows (pooled
+    tables; TorchRec does not offer them) or data-parallel (sequence tables; FBGEMM cannot look
+    them up).
     """
 
     def enumerate(
@@ -36,17 +38,18 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             ValueError: if a constraint asks of a TT table what it cannot have.
         """
         collections = [m for m in module.modules() if isinstance(m, TTCollection)]
-        self._check_constraints(sorted({name for m in collections for name in m.tt_shapes}))
+        self._check_constraints([c for m in collections for c in tt_configs(m.table_configs())])
         return super().enumerate(module, sharders)
 
-    def _check_constraints(self, tt_tables: list[str]) -> None:
-        for name in tt_tables:
+    def _check_constraints(self, tables: list[TTTableConfig]) -> None:
+        for table in tables:
+            name = table.name
             constraints = (self._constraints or {}).get(name)
             if constraints is None:
                 continue
             check_cache_params(name, constraints.cache_params)
             for sharding_type in constraints.sharding_types or []:
-                check_sharding_type(name, sharding_type)
+                check_sharding_type(table, sharding_type)
             kernels = constraints.compute_kernels
             if kernels and TT_COMPUTE_KERNEL not in kernels:
                 raise ValueError(
@@ -69,17 +72,19 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         constraints = (self._constraints or {}).get(name)
         asked = (constraints and constraints.sharding_types) or []
         if isinstance(self._config, TTTableConfig):
-            types = [t for t in TT_SHARDING_TYPES if not asked or t in asked]
+            types = [t for t in sharding_types_of(self._config) if not asked or t in asked]
             if not asked and self._local_world_size in (1, self._world_size):
                 # On one node the same as row-wise, on nodes of one rank as table-wise.
-                types.remove(ShardingType.TABLE_ROW_WISE.value)
+                types = [t for t in types if t != ShardingType.TABLE_ROW_WISE.value]
         else:
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
         if asked or self._config is None:
             return types
-        if not isinstance(self._config, TTTableConfig) and self._compute_device == "cpu":
-            return [t for t in types if t not in ROW_SPLITTING_TYPES]
-        return types
+        if isinstance(self._config, TTTableConfig) or self._compute_device != "cpu":
+            return types
+        is_pooled = isinstance(self._config, EmbeddingBagConfig)
+        left_out = ROW_SPLITTING_TYPES if is_pooled else (ShardingType.DATA_PARALLEL.value,)
+        return [t for t in types if t not in left_out]
 
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
