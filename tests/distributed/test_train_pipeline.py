@@ -1,9 +1,32 @@
-"""Stock train pipelines drive a sharded model with Tensor-Train tables."""
+"""Stock pipelines drive a sharded model with Tensor-Train tables as a plain loop does.
+
+TorchRec's prefetching and fused pipelines want CUDA streams. Their subclasses here do the same
+steps in the same order without streams, so that the CPU can run them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torch import Tensor
+from torchrec.distributed.train_pipeline import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.runtime_forwards import InSyncEmbeddingPipelinedForward
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TorchCompileConfig,
+    TrainPipelineFusedSparseDist,
+    TrainPipelinePT2,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDistLite,
+)
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -15,36 +38,204 @@ from tests.distributed.toy_model import (
     sharded,
     unsharded,
 )
+from torchrec_tt import TTEmbeddingBagCollection
+
+TW = ShardingType.TABLE_WISE.value
+RW = ShardingType.ROW_WISE.value
+DP = ShardingType.DATA_PARALLEL.value
+CPU = torch.device("cpu")
+
+needs_torchrec_1_7 = pytest.mark.skipif(
+    "context" not in PrefetchTrainPipelineSparseDist._prefetch.__annotations__,
+    reason="until torchrec 1.7 the pipeline keeps one context for all batches",
+)
 
 
-def pipelined_and_not(rank: int, pipeline_type: type) -> int:
-    """Trains 5 steps with and without a pipeline; returns how many modules were pipelined."""
-    types = {"t0": ShardingType.TABLE_WISE.value, "t1": ShardingType.ROW_WISE.value}
+class PrefetchOnCpu(PrefetchTrainPipelineSparseDist):
+    def _prefetch(self, context: Any) -> None:
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            features = context.input_dist_tensors_requests.pop(name).wait()
+            module_context = context.module_contexts.pop(name)
+            module.prefetch(ctx=module_context, dist_input=features)
+            context.module_input_post_prefetch[name] = features
+            context.module_contexts_post_prefetch[name] = module_context
+
+
+class InSyncForwardOnCpu(InSyncEmbeddingPipelinedForward):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._device = CPU
+
+
+class FusedOnCpu(TrainPipelineFusedSparseDist):
+    _pipelined_forward_type = InSyncForwardOnCpu
+
+    def start_embedding_lookup(self, batch: Any, context: Any) -> None:
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            features = context.input_dist_tensors_requests[name].wait()
+            context.embedding_a2a_requests[name] = module.compute_and_output_dist(
+                context.module_contexts[name], features
+            )
+
+
+class SemiSyncOnCpu(TrainPipelineSemiSync):
+    copy_batch_to_gpu = TrainPipelineSparseDist.copy_batch_to_gpu
+    start_sparse_data_dist = TrainPipelineSparseDist.start_sparse_data_dist
+
+    def start_embedding_lookup(self, batch: Any, context: Any) -> None:
+        """Leaves the lookup out, which a refused pipeline never reaches."""
+
+
+def compiling_pipeline(*args: Any) -> TrainPipelinePT2:
+    torch.compiler.reset()
+    return TrainPipelinePT2(
+        *args, compile_configs=TorchCompileConfig(backend="aot_eager", compile_on_iter=1)
+    )
+
+
+def local_batches(rank: int, num: int) -> list[KeyedJaggedTensor]:
+    start = rank * BATCH_SIZE
+    return [
+        kjt(batch, start=start, stop=start + BATCH_SIZE)
+        for batch in batches(num, size=2 * BATCH_SIZE)
+    ]
+
+
+def plain_and_piped(types: Mapping[str, str]) -> tuple[Any, Any, Any, Any]:
+    """Two models with the same values, each with its optimizer; the second returns its loss."""
     source = unsharded()
-    plain, plain_optimizer = sharded(source, types, optimizer="adagrad")
     with_loss = ToyModelWithLoss(source.ebc)
     with_loss.over = source.over
-    piped, piped_optimizer = sharded(with_loss, types, optimizer="adagrad")
-    data = [
-        kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
-        for batch in batches(5, size=2 * BATCH_SIZE)
-    ]
-    pipeline = pipeline_type(piped, piped_optimizer, torch.device("cpu"))
-    iterator = iter(data)
-    for features in data:
-        output = pipeline.progress(iterator)
-        plain_optimizer.zero_grad()
-        expected = plain(features)
-        expected.square().mean().backward()
-        plain_optimizer.step()
-        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
-    expected_state = full_state(plain.state_dict())
-    for key, value in full_state(piped.state_dict()).items():
+    return (
+        *sharded(source, types, optimizer="adagrad"),
+        *sharded(with_loss, types, optimizer="adagrad"),
+    )
+
+
+def plain_step(model: Any, optimizer: Any, features: KeyedJaggedTensor) -> Tensor:
+    optimizer.zero_grad()
+    output = model(features)
+    output.square().mean().backward()
+    optimizer.step()
+    return output
+
+
+def assert_same_state(model: Any, expected: Any) -> None:
+    expected_state = full_state(expected.state_dict())
+    for key, value in full_state(model.state_dict()).items():
         torch.testing.assert_close(value, expected_state[key], rtol=1e-6, atol=1e-6, msg=key)
+
+
+def train_with_and_without(
+    rank: int, pipeline_type: Callable[..., Any], types: Mapping[str, str]
+) -> int:
+    """Compares 5 steps with and without a pipeline; returns how many modules were pipelined."""
+    plain, plain_optimizer, piped, piped_optimizer = plain_and_piped(types)
+    with torch._dynamo.config.patch(skip_torchrec=True):  # as it was, for the next test
+        pipeline = pipeline_type(piped, piped_optimizer, CPU)
+        data = local_batches(rank, 5)
+        iterator = iter(data)
+        for features in data:
+            output = pipeline.progress(iterator)
+            expected = plain_step(plain, plain_optimizer, features)
+            torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    assert_same_state(piped, plain)
     return len(getattr(pipeline, "_pipelined_modules", []))
 
 
 @pytest.mark.slow
-def test_u49_pipelined_training_equals_unpipelined(two_ranks: Ranks) -> None:
-    assert two_ranks.run(pipelined_and_not, TrainPipelineBase) == [0, 0]
-    assert two_ranks.run(pipelined_and_not, TrainPipelineSparseDist) == [1, 1]
+@pytest.mark.parametrize(
+    ("pipeline_type", "types", "num_pipelined"),
+    [
+        (TrainPipelineBase, {"t0": TW, "t1": RW}, 0),
+        (TrainPipelineSparseDist, {"t0": TW, "t1": RW}, 1),
+        (TrainPipelineSparseDist, {"t0": DP, "t1": TW}, 1),
+        (TrainPipelineSparseDist, {"t0": RW, "t1": DP, "r0": RW}, 1),
+        (TrainPipelineSparseDistLite, {"t0": RW, "t1": DP}, 1),
+        pytest.param(PrefetchOnCpu, {"t0": TW, "t1": RW}, 1, marks=needs_torchrec_1_7),
+        pytest.param(PrefetchOnCpu, {"t0": RW, "t1": DP}, 1, marks=needs_torchrec_1_7),
+        (FusedOnCpu, {"t0": TW, "t1": RW}, 1),
+        (compiling_pipeline, {"t0": TW, "t1": RW}, 0),
+    ],
+)
+def test_pipelined_training_equals_unpipelined(
+    two_ranks: Ranks,
+    pipeline_type: Callable[..., Any],
+    types: Mapping[str, str],
+    num_pipelined: int,
+) -> None:
+    assert two_ranks.run(train_with_and_without, pipeline_type, types) == [num_pipelined] * 2
+
+
+def evaluate_with_and_without(rank: int) -> None:
+    plain, _, piped, optimizer = plain_and_piped({"t0": TW, "t1": RW})
+    piped.eval()
+    pipeline = EvalPipelineSparseDist(piped, optimizer, CPU)
+    data = local_batches(rank, 3)
+    iterator = iter(data)
+    for features in data:
+        with torch.no_grad():
+            output = pipeline.progress(iterator)
+            torch.testing.assert_close(output, plain(features), rtol=0, atol=0)
+    assert_same_state(piped, plain)
+
+
+@pytest.mark.slow
+def test_pipelined_evaluation_equals_unpipelined_and_leaves_the_cores(two_ranks: Ranks) -> None:
+    two_ranks.run(evaluate_with_and_without)
+
+
+def detach_and_attach(rank: int) -> None:
+    plain, plain_optimizer, piped, piped_optimizer = plain_and_piped({"t0": TW, "t1": RW})
+    pipeline = TrainPipelineSparseDist(piped, piped_optimizer, CPU)
+    data = local_batches(rank, 6)
+    iterator = iter(data)
+    for features in data[:2]:
+        pipeline.progress(iterator)
+        plain_step(plain, plain_optimizer, features)
+    model = pipeline.detach()
+    with torch.no_grad():  # an evaluation in between
+        _, output = model(data[0])
+        torch.testing.assert_close(output, plain(data[0]), rtol=1e-6, atol=1e-6)
+    for features in data[2:]:
+        output = pipeline.progress(iterator)
+        expected = plain_step(plain, plain_optimizer, features)
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    assert_same_state(piped, plain)
+
+
+@pytest.mark.slow
+def test_a_detached_model_evaluates_and_its_pipeline_goes_on(two_ranks: Ranks) -> None:
+    two_ranks.run(detach_and_attach)
+
+
+def start_semi_sync(rank: int, has_tt_table: bool) -> str:
+    if has_tt_table:
+        _, _, piped, optimizer = plain_and_piped({"t0": TW, "t1": DP})
+    else:
+        tables = [
+            EmbeddingBagConfig(
+                name=name, num_embeddings=119, embedding_dim=16, feature_names=[feature]
+            )
+            for name, feature in (("r0", "f0"), ("r1", "f2"))
+        ]
+        model = ToyModelWithLoss(TTEmbeddingBagCollection(tables))
+        piped, optimizer = sharded(model, {}, load=False)
+    pipeline = SemiSyncOnCpu(piped, optimizer, CPU)
+    try:
+        pipeline.fill_pipeline(iter(local_batches(rank, 4)))
+    except NotImplementedError as error:
+        return str(error)
+    return "started"
+
+
+@pytest.mark.slow
+def test_semi_sync_training_is_refused_at_the_first_batch_on_every_rank(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(start_semi_sync, True):
+        assert message.startswith("TrainPipelineSemiSync is not supported for Tensor-Train tables")
+        assert message.endswith("got tables ['t0', 't1']")
+    assert two_ranks.run(start_semi_sync, False) == ["started"] * 2

@@ -11,6 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.train_pipeline.runtime_forwards import (
+    CPUEmbeddingPipelinedForward,
+    EmbeddingPipelinedForward,
+    InSyncEmbeddingPipelinedForward,
+)
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
@@ -79,6 +84,36 @@ class ShardedTTCollection(nn.Module):
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":
             self._copy_cores_from_rank_0(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks up; in a compiled model eagerly, between the compiled parts."""
+        if torch.compiler.is_compiling():
+            return self._pooled_eagerly(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _pooled_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """Waits here: compiling what is awaited would hang ranks whose graphs break elsewhere."""
+        return super().forward(*args, **kwargs).wait()
+
+    def input_dist(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_pipeline()
+        return super().input_dist(*args, **kwargs)
+
+    def _check_pipeline(self) -> None:
+        """Raises NotImplementedError under a pipeline that cannot train TT tables."""
+        pipelined = self.forward
+        is_semi_sync = isinstance(pipelined, EmbeddingPipelinedForward) and not isinstance(
+            pipelined, (InSyncEmbeddingPipelinedForward, CPUEmbeddingPipelinedForward)
+        )
+        tables = [config.name for config in tt_configs(self._configs())]
+        if is_semi_sync and self.training and tables:
+            raise NotImplementedError(
+                "TrainPipelineSemiSync is not supported for Tensor-Train tables: it looks a batch "
+                "up before the backward of the one before it steps the cores, and a core's "
+                "gradient depends on the other cores as they were looked up; supported are "
+                f"TrainPipelineSparseDist and those that look up in step, got tables {tables}"
+            )
 
     def reset_parameters(self) -> None:
         """Draws every table anew, TT tables as the unsharded collection does."""
