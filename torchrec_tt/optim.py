@@ -43,6 +43,9 @@ class TTOptimizerConfig:
             down by chance, so that its expectation is exact and small steps are not lost. The
             chance depends on table, core, element and step, and on nothing else. False rounds to
             nearest.
+        max_gradient: the gradient of a lookup's output is clamped to this size, element by
+            element, before its backward (FBGEMM's `gradient_clipping`); None: it is not.
+            `CoreOptimizer.step` takes the gradients of cores as they are.
 
     Raises:
         ValueError: for an unknown optimizer or a number out of range.
@@ -55,6 +58,7 @@ class TTOptimizerConfig:
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
     stochastic_rounding: bool = True
+    max_gradient: float | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
@@ -63,9 +67,9 @@ class TTOptimizerConfig:
             )
         if self.eps is None:
             object.__setattr__(self, "eps", 1e-8 if self.optimizer == "adam" else 1e-10)
-        for name in ("learning_rate", "eps", "weight_decay"):
+        for name in ("learning_rate", "eps", "weight_decay", "max_gradient"):
             value = getattr(self, name)
-            if not value >= 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")

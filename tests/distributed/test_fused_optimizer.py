@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torch import nn
 from torchrec.distributed.types import ShardingEnv, ShardingType
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.distributed.ranks import Ranks
@@ -22,8 +22,8 @@ from tests.distributed.toy_model import (
     sharder,
     unsharded,
 )
-from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
-from torchrec_tt.optim import TTOptimizerConfig
+from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
+from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
 TW, RW, DP = (
     ShardingType.TABLE_WISE.value,
@@ -54,6 +54,62 @@ def test_the_default_is_plain_sgd() -> None:
         assert core_optimizer_config({"optimizer": kind}).optimizer == "sgd"
 
 
+def test_weight_decay_is_coupled_unless_the_mode_decouples_it() -> None:
+    for mode, is_decoupled in ((WeightDecayMode.L2, False), (WeightDecayMode.DECOUPLE, True)):
+        config = core_optimizer_config({"weight_decay": 0.1, "weight_decay_mode": mode})
+        assert (config.weight_decay, config.decoupled_weight_decay) == (0.1, is_decoupled)
+    assert not core_optimizer_config({"weight_decay": 0.1}).decoupled_weight_decay
+
+
+def test_gradients_are_clipped_where_asked_and_at_one_by_default() -> None:
+    assert core_optimizer_config({"max_gradient": 0.5}).max_gradient is None
+    assert core_optimizer_config({"gradient_clipping": True}).max_gradient == 1.0
+    clipped = core_optimizer_config({"gradient_clipping": True, "max_gradient": 0.5})
+    assert clipped.max_gradient == 0.5
+
+
+SUPPORTED = ("SGD", "EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM")
+
+
+@pytest.mark.parametrize("optimizer", [o for o in EmbOptimType if o.name not in SUPPORTED])
+def test_every_other_optimizer_of_fbgemm_raises_with_the_list_of_ours(
+    optimizer: EmbOptimType,
+) -> None:
+    with pytest.raises(ValueError, match=r"must be one of .*'SGD'.*'ADAM'\].* got ") as error:
+        core_optimizer_config({"optimizer": optimizer})
+    assert all(repr(name) in str(error.value) for name in SUPPORTED)
+
+
+def fused_adam() -> tuple[nn.Parameter, CoreOptimizer, TTFusedOptimizer]:
+    core = nn.Parameter(torch.ones(2, 3))
+    optimizer = CoreOptimizer([core], TTOptimizerConfig(optimizer="adam"))
+    fused = TTFusedOptimizer(optimizer, params={"t.tt_cores.0": core}, owned={}, pg=None)
+    return core, optimizer, fused
+
+
+def test_torchrecs_setters_reach_the_cores_optimizer() -> None:
+    core, optimizer, fused = fused_adam()
+    combined = CombinedOptimizer([fused])
+    combined.set_optimizer_step(7)
+    combined.update_hyper_parameters({"lr": 0.5, "eps": 1e-3, "beta1": 0.5})
+    assert optimizer.state[core]["step"].tolist() == [7]
+    assert optimizer.learning_rate == fused.param_groups[0]["lr"] == 0.5
+    assert (optimizer.config.eps, optimizer.config.betas) == (1e-3, (0.5, 0.999))
+    with pytest.raises(ValueError, match=r"params_dict must have .* got \['lower_bound'\]"):
+        fused.update_hyper_parameters({"lower_bound": 1.0})
+
+
+def test_state_is_whole_from_the_start_and_loads_in_place() -> None:
+    core, optimizer, fused = fused_adam()
+    fused.init_state()
+    assert core.grad is None
+    optimizer.step([core], [torch.ones(2, 3)])
+    _, other, loaded = fused_adam()
+    loaded.load_state_dict(fused.state_dict())
+    for name, value in optimizer.state[core].items():
+        assert torch.equal(next(iter(other.state.values()))[name], value), name
+
+
 @pytest.mark.parametrize(
     ("fused_params", "message"),
     [
@@ -61,8 +117,14 @@ def test_the_default_is_plain_sgd() -> None:
         ({"beta1": 1.5}, "betas must be two numbers in .* got .*1.5"),
         ({"optimizer": "sgd"}, "must be an EmbOptimType, got 'sgd'"),
         ({"optimizer": [1]}, r"'optimizer'.* must be an EmbOptimType, got \[1\]"),
-        ({"gradient_clipping": True}, "gradient_clipping"),
+        ({"max_norm": 1.0}, "'max_norm'.* must be unset .* got 1.0"),
+        ({"gradient_clipping": True, "max_gradient": -1.0}, "max_gradient must not be negative"),
+        ({"gradient_clipping": True, "max_gradient": "1"}, "'max_gradient'.* must be a number"),
         ({"weight_decay_mode": WeightDecayMode.COUNTER}, "weight_decay_mode"),
+        (
+            {"weight_decay_mode": WeightDecayMode.NONE, "weight_decay": 0.1},
+            "'weight_decay'.* must be 0 with the weight_decay_mode NONE .* got 0.1",
+        ),
         ({"weight_decay_mode": "l2"}, "weight_decay_mode.* got 'l2'"),
         ({"learning_rate": -1.0}, "learning_rate"),
         ({"learning_rate": None}, "'learning_rate'.* must be a number, got None"),
@@ -93,25 +155,6 @@ def test_an_unsupported_optimizer_raises_the_same_on_every_rank(two_ranks: Ranks
     first, second = two_ranks.run(optimizer_message)
     assert first == second
     assert "EXACT_ADAGRAD" in first
-
-
-def state_types(rank: int) -> dict[str, tuple[str, ...]]:
-    model, _ = sharded(unsharded(), {"t0": TW, "t1": RW}, optimizer="adagrad")
-    state = model.fused_optimizer.state_dict()["state"]
-    return {
-        key: tuple(f"{k}:{type(v).__name__}" for k, v in values.items())
-        for key, values in state.items()
-        if "tt_cores" in key
-    }
-
-
-@pytest.mark.slow
-def test_state_is_sharded_for_one_owner_and_plain_for_replicas(two_ranks: Ranks) -> None:
-    prefix = "ebc.embedding_bags"
-    replicated = {f"{prefix}.t1.tt_cores.{k}": ("sum:Tensor",) for k in range(2)}
-    owned = {f"{prefix}.t0.tt_cores.{k}": ("sum:ShardedTensor",) for k in range(3)}
-    first, second = two_ranks.run(state_types)
-    assert sorted([first, second], key=len) == [replicated, {**owned, **replicated}]
 
 
 def dense_optimizer_parameters(rank: int) -> list[str]:
@@ -155,23 +198,3 @@ def test_the_learning_rate_is_read_from_param_groups(two_ranks: Ranks) -> None:
                 twice[key] - value, 2 * (once[key] - value), rtol=1e-4, atol=1e-6
             )
             assert not torch.equal(once[key], value)
-
-
-def apply_adagrad_to_a_table(rank: int) -> list[str]:
-    source = unsharded()
-    meta = on_meta(source)
-    apply_optimizer_in_backward(
-        torch.optim.Adagrad, meta.ebc.embedding_bags["t1"].parameters(), {"lr": 0.3}
-    )
-    sharders = [sharder("sgd")]
-    model = DistributedModelParallel(
-        meta, plan=plan_for(meta, {"t0": RW, "t1": RW}, sharders), sharders=sharders
-    )
-    state = model.fused_optimizer.state_dict()["state"]
-    return sorted(key for key, value in state.items() if "tt_cores" in key and "sum" in value)
-
-
-@pytest.mark.slow
-def test_apply_optimizer_in_backward_overrides_a_table(two_ranks: Ranks) -> None:
-    expected = [f"ebc.embedding_bags.t1.tt_cores.{k}" for k in range(2)]
-    assert two_ranks.run(apply_adagrad_to_a_table) == [expected, expected]

@@ -16,8 +16,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
@@ -36,6 +38,7 @@ KINDS = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.DATA_PARALLEL.value,
 )
+ONE_OWNER = (KINDS[0], KINDS[2])  # of a rank, or of a node whose ranks hold it as one shard each
 NUM_ROWS = 110
 BATCH_SIZE = 6  # per rank
 SETTINGS = {"lr": 0.1, "weight_decay": 0.02}
@@ -114,16 +117,19 @@ def outputs_of(ebc: Any, kjt: KeyedJaggedTensor) -> Tensor:  # [B, 8 * number of
     return torch.cat([pooled[f"f_{kind}"] for kind in KINDS], dim=1)
 
 
-def loss_of(ebc: Any, kjt: KeyedJaggedTensor) -> Tensor:
-    outputs = outputs_of(ebc, kjt)
+def loss_of(outputs: Tensor) -> Tensor:
     return (outputs * torch.linspace(0.5, 2.0, outputs.shape[1])).square().sum(1).mean()
 
 
 def sharded(
-    name: str, *, data_type: DataType = DataType.FP32, kinds: Sequence[str] = KINDS
+    name: str,
+    *,
+    data_type: DataType = DataType.FP32,
+    kinds: Sequence[str] = KINDS,
+    **fused_params: Any,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    fused_params, factory = OPTIMIZERS[name]
-    sharders = [TTEmbeddingBagCollectionSharder(fused_params={**FUSED, **fused_params})]
+    chosen, factory = OPTIMIZERS[name]
+    sharders = [TTEmbeddingBagCollectionSharder({**FUSED, **chosen, **fused_params})]
     meta = collection(device="meta", data_type=data_type)
     plan = plan_for(meta, dict(zip(KINDS, kinds, strict=True)), sharders)
     model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
@@ -138,11 +144,17 @@ def local(value: Any) -> Tensor:
     return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
 
 
-def train(rank: int, model: Any, optimizers: Any, *, steps: int) -> None:
-    for step in range(steps):
+def train(rank: int, model: Any, optimizers: Any, *, steps: range) -> None:
+    for step in steps:
         optimizers.zero_grad()
-        loss_of(model, features(step, ranks=range(rank, rank + 1))).backward()
+        loss_of(outputs_of(model, features(step, ranks=range(rank, rank + 1)))).backward()
         optimizers.step()
+
+
+def state_size(name: str, entry: str, core: Tensor) -> torch.Size:
+    if entry == "step":
+        return torch.Size([1])
+    return core.shape[:1] if name == "rowwise_adagrad" else core.shape
 
 
 def ten_steps(rank: int, name: str) -> set[str]:
@@ -154,11 +166,9 @@ def ten_steps(rank: int, name: str) -> set[str]:
         torch.optim.lr_scheduler.ExponentialLR(each, gamma=0.9) for each in (optimizers, oracle)
     ]
     for step in range(10):
-        optimizers.zero_grad()
-        loss_of(model, features(step, ranks=range(rank, rank + 1))).backward()
-        optimizers.step()
+        train(rank, model, optimizers, steps=range(step, step + 1))
         oracle.zero_grad()
-        loss_of(ebc, features(step, ranks=range(dist.get_world_size()))).backward()
+        loss_of(outputs_of(ebc, features(step, ranks=range(dist.get_world_size())))).backward()
         oracle.step()
         for schedule in schedules:
             schedule.step()
@@ -170,7 +180,9 @@ def ten_steps(rank: int, name: str) -> set[str]:
     compared = set()
     for key, state in model.fused_optimizer.state_dict()["state"].items():
         for entry, value in state.items():
+            assert isinstance(value, ShardedTensor) == (key.split(".")[1] in ONE_OWNER)
             actual = local(value)
+            assert value.size() == actual.size() == state_size(name, entry, expected[key])
             wanted = oracle.state[expected[key]][entry].reshape(actual.shape).to(actual.dtype)
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5, msg=f"{key}.{entry}")
             compared.add(entry)
@@ -185,7 +197,7 @@ def half_precision(rank: int, folder: str, data_type: DataType) -> None:
     outputs = outputs_of(model, kjt)
     assert outputs.dtype == torch.float32
     torch.testing.assert_close(outputs, outputs_of(ebc, kjt))
-    train(rank, model, optimizers, steps=3)
+    train(rank, model, optimizers, steps=range(3))
     state = model.state_dict()
     assert {value.dtype for value in state.values()} == {ebc.state_dict().popitem()[1].dtype}
     optim = model.fused_optimizer.state_dict()
@@ -226,7 +238,7 @@ def test_ten_steps_on_a_schedule_equal_torch_optim_under_every_sharding_type(
 def replicas(rank: int, name: str, data_type: DataType) -> dict[str, list[Tensor]]:
     """Every core on this rank, and its state, after many steps on ids of its own."""
     model, optimizers = sharded(name, data_type=data_type)
-    train(rank, model, optimizers, steps=20)
+    train(rank, model, optimizers, steps=range(20))
     state = model.fused_optimizer.state_dict()["state"]
     result = {}
     for key, parameter in model.named_parameters():
@@ -256,3 +268,64 @@ def test_replicas_are_bitwise_equal_after_many_steps(
                 assert torch.equal(value, other), key
                 assert value.isfinite().all()
     assert list(holders.values()) == [1, 4, 2, 4]
+
+
+def clipped_steps(rank: int) -> None:
+    """The lookups' gradients of tables stepped in backward, the cores' of the others."""
+    limit = 0.02
+    model, combined = sharded("sgd", gradient_clipping=True, max_gradient=limit)
+    optimizers = GradientClippingOptimizer(
+        combined, clipping=GradientClipping.VALUE, max_gradient=limit
+    )
+    ebc = collection()
+    oracle = torch.optim.SGD(ebc.parameters(), **SETTINGS)
+    dense = list(ebc.embedding_bags[ShardingType.DATA_PARALLEL.value].parameters())
+    num_clipped = 0
+    for step in range(3):
+        train(rank, model, optimizers, steps=range(step, step + 1))
+        oracle.zero_grad()
+        outputs = outputs_of(ebc, features(step, ranks=range(dist.get_world_size())))
+        *in_backward, last = outputs.split(8, dim=1)
+        clipped = [part.clone() for part in in_backward]
+        for part in clipped:
+            part.register_hook(lambda grad: grad.clamp(-limit, limit))
+        loss_of(torch.cat([*clipped, last], dim=1)).backward()
+        num_clipped += sum(int((core.grad.abs() > limit).sum()) for core in dense)
+        torch.nn.utils.clip_grad_value_(dense, limit)
+        oracle.step()
+    assert num_clipped > 0
+    unclipped, their_optimizers = sharded("sgd")
+    train(rank, unclipped, their_optimizers, steps=range(3))
+    far = full_state(unclipped.state_dict())
+    for key, value in full_state(model.state_dict()).items():
+        torch.testing.assert_close(value, ebc.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+        assert not torch.allclose(value, far[key], rtol=1e-2), key
+
+
+def test_gradients_are_clipped_as_fbgemm_and_torchrec_do(two_nodes: Ranks) -> None:
+    two_nodes.run(clipped_steps)
+
+
+def warmed_up_steps(rank: int) -> None:
+    stages = [
+        WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=3, value=0.1),
+        WarmupStage(policy=WarmupPolicy.STEP, max_iters=6, value=0.5, decay_iters=1),
+    ]
+    model, combined = sharded("sgd")
+    ebc = collection()
+    oracle = KeyedOptimizerWrapper(dict(ebc.named_parameters()), OPTIMIZERS["sgd"][1])
+    optimizers, expected = (WarmupOptimizer(o, stages, lr=0.2) for o in (combined, oracle))
+    rates = set()
+    for step in range(5):
+        rates.update(group["lr"] for group in model.fused_optimizer.param_groups)
+        train(rank, model, optimizers, steps=range(step, step + 1))
+        expected.zero_grad()
+        loss_of(outputs_of(ebc, features(step, ranks=range(dist.get_world_size())))).backward()
+        expected.step()
+    assert len(rates) == 5
+    for key, value in full_state(model.state_dict()).items():
+        torch.testing.assert_close(value, ebc.state_dict()[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_a_warm_up_sets_the_rate_of_every_step(two_nodes: Ranks) -> None:
+    two_nodes.run(warmed_up_steps)

@@ -87,6 +87,22 @@ def test_weights_are_cast_to_the_cores_and_get_their_gradient():
     torch.testing.assert_close(grad, wanted.float())
 
 
+def test_the_gradient_of_the_output_is_clamped_before_everything_else():
+    config = TTOptimizerConfig(learning_rate=0.1, max_gradient=0.5)
+    module, plain = make_module(optimizer=config), make_module()
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    output, expected = (
+        m(batch.indices, batch.offsets, per_sample_weights=batch.weights) for m in (module, plain)
+    )
+    grad = torch.linspace(-2, 2, output.numel(), dtype=torch.float64).reshape(output.shape)
+    (grad_weights,) = torch.autograd.grad(output, [batch.weights], grad, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, [batch.weights], grad.clamp(-0.5, 0.5), True)
+    torch.testing.assert_close(grad_weights, wanted)
+    expected.backward(grad.clamp(-0.5, 0.5))
+    for core, other in zip(module.all_cores(), plain.all_cores(), strict=True):
+        torch.testing.assert_close(core.detach(), (other - 0.1 * other.grad).detach())
+
+
 def test_a_second_lookup_before_the_first_step_is_refused_in_its_backward():
     module = make_module(optimizer=TTOptimizerConfig())
     batch = Batch.draw(module.lookup, dtype=torch.float64)

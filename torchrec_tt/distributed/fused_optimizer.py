@@ -26,18 +26,28 @@ _OPTIMIZERS: dict[EmbOptimType, OptimizerName] = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: "rowwise_adagrad",
     EmbOptimType.ADAM: "adam",
 }
-_UNSUPPORTED = ("gradient_clipping", "max_norm", "momentum_wd", "regularization_mode")
+_UNSUPPORTED = (
+    "max_norm",
+    "counter_based_regularization",
+    "cowclip_regularization",
+    "global_weight_decay",
+    "ensemble_mode",
+    "emainplace_mode",
+    "extra_optimizer_config",
+    "use_rowwise_bias_correction",
+)
 _WEIGHT_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
-_NUMBERS = ("learning_rate", "eps", "weight_decay", "beta1", "beta2")
+_NUMBERS = ("learning_rate", "eps", "weight_decay", "beta1", "beta2", "max_gradient")
 
 
 def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizerConfig:
     """Returns the cores' optimizer that a sharder's `fused_params` ask for.
 
     `optimizer` (default EXACT_SGD), `learning_rate`, `eps`, `beta1`, `beta2`, `weight_decay`,
-    `weight_decay_mode` and `stochastic_rounding` are read; the defaults are those of
-    TTOptimizerConfig and weight decay is coupled unless the mode is DECOUPLE. What only the kernels
-    of regular tables know (cache and precision settings) is left to them.
+    `weight_decay_mode`, `gradient_clipping` with `max_gradient` (default 1) and
+    `stochastic_rounding` are read; the defaults are those of TTOptimizerConfig and weight decay is
+    coupled unless the mode is DECOUPLE. What only the kernels of regular tables know (cache and
+    precision settings) is left to them.
 
     Raises:
         ValueError: if the optimizer is not supported for Tensor-Train tables, or a setting would
@@ -45,31 +55,16 @@ def core_optimizer_config(fused_params: Mapping[str, Any] | None) -> TTOptimizer
     """
     fused_params = fused_params or {}
     check_optimizer_params(fused_params)
-    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
-    if optimizer not in _OPTIMIZERS:
-        raise ValueError(
-            f"fused_params['optimizer'] must be one of {[o.name for o in _OPTIMIZERS]} for "
-            f"Tensor-Train tables that are not data_parallel, got {optimizer!r}"
-        )
-    for name in _UNSUPPORTED:
-        if fused_params.get(name):
-            raise ValueError(
-                f"fused_params[{name!r}] must be unset for Tensor-Train tables, "
-                f"got {fused_params[name]!r}"
-            )
-    mode = fused_params.get("weight_decay_mode")
-    if mode is not None and mode not in _WEIGHT_DECAY_MODES:
-        raise ValueError(
-            f"fused_params['weight_decay_mode'] must be one of "
-            f"{[m.name for m in _WEIGHT_DECAY_MODES]} for Tensor-Train tables, got {mode!r}"
-        )
+    _check_supported(fused_params)
     given = {name: float(fused_params[name]) for name in _NUMBERS if name in fused_params}
+    max_gradient = given.pop("max_gradient", 1.0)
     betas = (given.pop("beta1", 0.9), given.pop("beta2", 0.999))
     return TTOptimizerConfig(
-        optimizer=_OPTIMIZERS[optimizer],
+        optimizer=_OPTIMIZERS[fused_params.get("optimizer", EmbOptimType.EXACT_SGD)],
         betas=betas,
-        decoupled_weight_decay=mode == WeightDecayMode.DECOUPLE,
+        decoupled_weight_decay=fused_params.get("weight_decay_mode") == WeightDecayMode.DECOUPLE,
         stochastic_rounding=bool(fused_params.get("stochastic_rounding", True)),
+        max_gradient=max_gradient if fused_params.get("gradient_clipping") else None,
         **given,
     )
 
@@ -83,6 +78,33 @@ def check_optimizer_params(fused_params: Mapping[str, Any]) -> None:
         value = fused_params.get(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"fused_params[{name!r}] must be a number, got {value!r}")
+
+
+def _check_supported(fused_params: Mapping[str, Any]) -> None:
+    """Raises ValueError for what FBGEMM knows but the cores' optimizer does not."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if optimizer not in _OPTIMIZERS:
+        raise ValueError(
+            f"fused_params['optimizer'] must be one of {[o.name for o in _OPTIMIZERS]} for "
+            f"Tensor-Train tables that are not data_parallel, got {optimizer!r}"
+        )
+    for name in _UNSUPPORTED:
+        if fused_params.get(name):
+            raise ValueError(
+                f"fused_params[{name!r}] must be unset for Tensor-Train tables, "
+                f"got {fused_params[name]!r}"
+            )
+    mode, weight_decay = fused_params.get("weight_decay_mode"), fused_params.get("weight_decay")
+    if mode is not None and mode not in _WEIGHT_DECAY_MODES:
+        raise ValueError(
+            f"fused_params['weight_decay_mode'] must be one of "
+            f"{[m.name for m in _WEIGHT_DECAY_MODES]} for Tensor-Train tables, got {mode!r}"
+        )
+    if mode == WeightDecayMode.NONE and weight_decay:
+        raise ValueError(
+            f"fused_params['weight_decay'] must be 0 with the weight_decay_mode NONE for "
+            f"Tensor-Train tables, got {weight_decay}; L2 couples it, DECOUPLE does not"
+        )
 
 
 class TTFusedOptimizer(FusedOptimizer):

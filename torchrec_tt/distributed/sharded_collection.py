@@ -20,13 +20,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 
+from torchrec_tt.distributed.applied_optimizer import warn_of_conflicts
 from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
 from torchrec_tt.distributed.fused_optimizer import (
     core_optimizer_config,
     one_owner_tensor,
     shards_on_this_rank,
 )
-from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
+from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
     check_plan,
@@ -80,6 +81,7 @@ class ShardedTTCollection(nn.Module):
         )
         if module.tt_shapes:
             check_fused_params(fused_params)
+            warn_of_conflicts(module, table_name_to_parameter_sharding, fused_params)
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":
@@ -220,7 +222,7 @@ def tell_shapes(
             info.fused_params = {  # TorchRec groups tables by them, so they must hash
                 k: tuple(v) if isinstance(v, list) else v for k, v in info.fused_params.items()
             }
-            check_mode_of(info.fused_params)
+            check_fused_params(info.fused_params)
             if sharding_type != ShardingType.DATA_PARALLEL.value:
                 core_optimizer_config(info.fused_params)
 

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
 
+from torchrec_tt.distributed.applied_optimizer import applied_optimizer
 from torchrec_tt.distributed.fused_params import check_output_dtype
 from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig, TTTableConfig
 from torchrec_tt.modules.embedding_modules import (
@@ -143,10 +144,10 @@ def shardable_parameters(module: TTCollection) -> dict[str, nn.Parameter]:
 def _logical_weight(module: TTCollection, config: TTTableConfig) -> nn.Parameter:
     size = (config.num_embeddings, config.embedding_dim)
     weight = nn.Parameter(torch.empty(size, dtype=config.core_dtype, device="meta"))
-    core = module.table_modules()[config.name].tt_cores[0]
-    if hasattr(core, "_optimizer_classes"):
-        weight._optimizer_classes = list(core._optimizer_classes)
-        weight._optimizer_kwargs = [dict(kwargs) for kwargs in core._optimizer_kwargs]
+    cores = list(module.table_modules()[config.name].tt_cores)
+    applied = applied_optimizer(cores, table=config.name)
+    if applied is not None:
+        weight._optimizer_classes, weight._optimizer_kwargs = [applied[0]], [applied[1]]
     return weight
 
 

@@ -147,6 +147,9 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         optimizer = self.optimizer
         assert optimizer is not None
         assert optimizer.config.eps is not None
+        limit = optimizer.config.max_gradient
+        if limit is not None:
+            grad_output = grad_output.clamp(-limit, limit)
         is_trained = [core.requires_grad for core in cores]
         if self._reduce_gradients is None and optimizer.is_fusable and all(is_trained):
             return embedding_bag_backward_update(

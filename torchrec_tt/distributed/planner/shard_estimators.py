@@ -25,7 +25,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import ShardingType
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
 
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
 from torchrec_tt.modules.embedding_modules import TTCollection
@@ -213,10 +213,11 @@ def _with_applied_optimizer(
     fused_params: dict[str, Any] | None, option: ShardingOption
 ) -> dict[str, Any]:
     """`fused_params` with the choice of `apply_optimizer_in_backward`, which precedes them."""
-    result = dict(fused_params or {})
-    if hasattr(option.tensor, "_optimizer_classes"):
-        result["optimizer"] = optimizer_type_to_emb_opt_type(option.tensor._optimizer_classes[0])
-    return result
+    if not hasattr(option.tensor, "_optimizer_classes"):
+        return dict(fused_params or {})
+    (optimizer,), (kwargs,) = option.tensor._optimizer_classes, option.tensor._optimizer_kwargs
+    applied = {"optimizer": optimizer_type_to_emb_opt_type(optimizer), **kwargs}
+    return merge_fused_params(fused_params, applied)
 
 
 def _expected_lookups(
