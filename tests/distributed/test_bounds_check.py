@@ -90,3 +90,24 @@ def look_up_and_return_the_values(rank: int) -> list[int]:
     model(features)
     values = features.values().tolist()
     return [values[KEYS.index(key)] for key in ("f0", "f2", "f1", "f3")]
+
+
+def messages_of_lengths(rank: int, kind: str) -> list[str]:
+    """Of lengths whose sum is right, as far as int32 can tell, though some cannot be."""
+    model, _ = sharded(unsharded(), dict.fromkeys(["t0", "t1", "r0", "r1"], kind))
+    huge = 2**31 - 1
+    messages = []
+    for lengths in ([1, 1, -1, 1, 1, 1, 1, 3], [huge, huge, 2, 1, 1, 1, 1, 4]):
+        values, counts = torch.zeros(8, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int32)
+        with pytest.raises(ValueError, match="lengths must be in") as error:
+            model.module.ebc(KeyedJaggedTensor(keys=KEYS, values=values, lengths=counts))
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_lengths_that_cannot_be_are_refused_before_they_are_cut(one_rank: Ranks, kind: str) -> None:
+    rule = "lengths must be in [0, 8], the number of ids, got "
+    expected = [rule + "-1 to 3", rule + f"1 to {2**31 - 1}"]
+    assert one_rank.run(messages_of_lengths, kind) == [expected]

@@ -1,4 +1,4 @@
-"""Ids of row-wise Tensor-Train tables, checked before the input distribution cuts them into blocks.
+"""Features checked before the input distribution cuts them into blocks.
 
 Afterwards an id is the row of some block, and one that was out of range cannot be told from it.
 """
@@ -56,6 +56,23 @@ class RowWiseBoundsCheck:
         if self._check_mode == "warning" and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{message}: such ids read row 0 (this is said once)", stacklevel=2)
+
+
+def check_lengths(features: KeyedJaggedTensor) -> None:
+    """Raises ValueError for lengths that cannot be, where they are on the CPU.
+
+    TorchRec checks their sum alone, and its CPU operators write where a negative length leads them.
+    """
+    lengths = features.lengths()
+    if lengths.device.type != "cpu" or not lengths.numel():
+        return
+    smallest, largest = lengths.aminmax()
+    num_ids = features.values().numel()
+    if smallest < 0 or largest > num_ids:
+        raise ValueError(
+            f"lengths must be in [0, {num_ids}], the number of ids, got {int(smallest)} to "
+            f"{int(largest)}"
+        )
 
 
 def _with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:

@@ -16,6 +16,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_tt.distributed.bounds_check import check_lengths
 from torchrec_tt.distributed.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
@@ -119,10 +120,12 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         """Distributes the features; TorchRec expands those of variable batch size (VBE).
 
         Raises:
-            ValueError: if features of variable batch size do not say where their samples belong.
+            ValueError: if features of variable batch size do not say where their samples belong, or
+                a length is negative or too large.
         """
         if isinstance(features, KeyedJaggedTensor):
             check_inverse_indices(features)
+            check_lengths(features)
         return super().input_dist(ctx, features)
 
     @property

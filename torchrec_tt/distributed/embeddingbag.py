@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tt.distributed.bounds_check import check_lengths
 from torchrec_tt.distributed.even_output_dist import EvenOutputDist
 from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_mean
 from torchrec_tt.distributed.sharded_collection import (
@@ -122,9 +123,11 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         """Distributes the features; those of variable batch size (VBE) as the batch has them.
 
         Raises:
-            ValueError: if features of variable batch size do not say where their bags belong.
+            ValueError: if features of variable batch size do not say where their bags belong, or
+                a length is negative or too large.
         """
         features = with_one_batch_size(maybe_td_to_kjt(features, None))
+        check_lengths(features)
         ctx.divisor = self._row_wise_mean.divisor(features)
         return super().input_dist(ctx, features)
 
