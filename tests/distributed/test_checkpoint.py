@@ -1,6 +1,7 @@
 """Models and optimizers saved and loaded by torch.distributed.checkpoint alone."""
 
 import itertools
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -17,6 +19,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.inference.state_dict_transform import state_dict_gather
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -28,6 +32,7 @@ from tests.distributed.toy_model import (
     sharded,
     unsharded,
 )
+from torchrec_tt import TTEmbeddingBagCollectionSharder
 
 pytestmark = pytest.mark.slow
 
@@ -135,15 +140,30 @@ def trained_on(model: Any, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def train_under_another_plan(rank: int, folder: str) -> None:
+def train_under_another_plan(rank: int, folder: str, optim_type: EmbOptimType) -> None:
     """Four steps under one plan against two, a checkpoint, and two under another."""
-    model, optimizer = sharded(unsharded(), {"t0": TW, "t1": RW}, optimizer="adagrad")
+
+    def make(seed: int, t0: str, t1: str, output_dtensor: bool) -> tuple[Any, Any]:
+        # TBE has no Adam on the CPU, so the regular tables are the dense optimizer's.
+        types = {"t0": t0, "t1": t1, "r0": DP, "r1": DP}
+        tt_sharder = TTEmbeddingBagCollectionSharder(fused_params={"optimizer": optim_type})
+        env = envs_of(dist.get_world_size())[output_dtensor]
+        model, _ = sharded(
+            unsharded(seed=seed), types, optimizer="adagrad", tt_sharder=tt_sharder, env=env
+        )
+        dense = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())), torch.optim.Adam
+        )
+        dense.init_state()
+        return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+    model, optimizer = make(0, TW, RW, False)
     trained_on(model, optimizer, range(2))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=folder)
     trained_on(model, optimizer, range(2, 4))
 
-    other, other_optimizer = sharded(unsharded(seed=5), {"t0": RW, "t1": TW}, optimizer="adagrad")
+    other, other_optimizer = make(5, RW, TW, True)
     state = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state["model"])
@@ -152,8 +172,14 @@ def train_under_another_plan(rank: int, folder: str) -> None:
     torch.testing.assert_close(full_state(other.state_dict()), full_state(model.state_dict()))
 
 
-def test_training_goes_on_under_another_plan(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(train_under_another_plan, str(tmp_path))
+@pytest.mark.parametrize(
+    "optim_type",
+    [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM],
+)
+def test_training_goes_on_under_another_plan(
+    two_ranks: Ranks, tmp_path: Path, optim_type: EmbOptimType
+) -> None:
+    two_ranks.run(train_under_another_plan, str(tmp_path), optim_type)
 
 
 def load_messages(rank: int, folder: str) -> list[str]:
@@ -242,3 +268,23 @@ def test_a_checkpoint_becomes_one_file_that_the_unsharded_model_loads(
         model = unsharded(seed=0)
         model.load_state_dict(state)
         torch.testing.assert_close(model(features), expected, rtol=0, atol=0)
+
+
+def run_blocks(rank: int, blocks: list[str], folder: str) -> dict[str, Tensor]:
+    """Runs the code of a document as one script, on a model that has made a step."""
+    model, optimizer = sharded(unsharded(), {"t0": TW, "t1": RW}, optimizer="adagrad")
+    trained_on(model, optimizer, range(1))
+    names = {"model": model, "optimizer": optimizer, "folder": folder, "step": 1}
+    for block in blocks:
+        exec(block, names)
+    return full_state(model.state_dict())
+
+
+def test_the_code_of_the_document_runs(two_ranks: Ranks, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 4
+    state, _ = two_ranks.run(run_blocks, blocks, str(tmp_path))
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    for key, value in state.items():
+        assert torch.equal(exported["model"][key], value), key

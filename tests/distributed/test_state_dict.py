@@ -1,5 +1,6 @@
 """Cores and their optimizer state in state dicts, and moving between plans with DCP."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -68,8 +69,16 @@ def test_dcp_load_fills_every_replica_of_a_node_in_place(two_nodes: Ranks, tmp_p
             assert torch.equal(a, b)
 
 
-def kinds_of_values(rank: int, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+def env_of(output_dtensor: bool) -> ShardingEnv:
+    world = dist.group.WORLD
+    return ShardingEnv(dist.get_world_size(), dist.get_rank(), world, output_dtensor)
+
+
+def kinds_of_values(
+    rank: int, kind: str, output_dtensor: bool
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    env = env_of(output_dtensor)
+    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind}, env=env)
     return {
         key.removeprefix("ebc."): (type(value).__name__, tuple(value.size()))
         for key, value in model.state_dict().items()
@@ -79,15 +88,16 @@ def kinds_of_values(rank: int, kind: str) -> dict[str, tuple[str, tuple[int, ...
 
 def test_u44_every_rank_has_every_core_under_its_unsharded_key(two_ranks: Ranks) -> None:
     source = unsharded().ebc.state_dict()
-    for kind in KINDS:
-        value_type = "ShardedTensor" if kind == TW else "Tensor"
+    for kind, output_dtensor in itertools.product(KINDS, [False, True]):
+        owned_type = "DTensor" if output_dtensor else "ShardedTensor"
+        value_type = owned_type if kind == TW else "Tensor"
         expected = {
             key: (value_type, tuple(value.size()))
             for key, value in source.items()
             if "tt_cores" in key
         }
         assert len(expected) == 5
-        assert two_ranks.run(kinds_of_values, kind) == [expected, expected]
+        assert two_ranks.run(kinds_of_values, kind, output_dtensor) == [expected, expected]
 
 
 def missing_core_message(rank: int, kind: str) -> str:
@@ -122,8 +132,8 @@ def test_whole_plain_tensors_load_under_every_plan(two_ranks: Ranks) -> None:
         two_ranks.run(round_trip, kinds)
 
 
-def foreign_shard_message(rank: int) -> str:
-    source, _ = sharded(unsharded(), {"t0": TW, "t1": TW})
+def foreign_shard_message(rank: int, output_dtensor: bool) -> str:
+    source, _ = sharded(unsharded(), {"t0": TW, "t1": TW}, env=env_of(output_dtensor))
     target, _ = sharded(unsharded(), {"t0": RW, "t1": RW})
     try:
         target.load_state_dict(source.state_dict())
@@ -132,14 +142,31 @@ def foreign_shard_message(rank: int) -> str:
     return "loaded"
 
 
-def test_sharded_tensors_of_another_plan_are_refused(two_ranks: Ranks) -> None:
-    messages = two_ranks.run(foreign_shard_message)
-    assert all("torch.distributed.checkpoint" in message for message in messages)
+@pytest.mark.parametrize("output_dtensor", [False, True])
+def test_shards_of_another_plan_are_refused(two_ranks: Ranks, output_dtensor: bool) -> None:
+    value_type = "DTensor" if output_dtensor else "ShardedTensor"
+    for message in two_ranks.run(foreign_shard_message, output_dtensor):
+        assert f"got a {value_type} placed for another plan" in message
+        assert "torch.distributed.checkpoint" in message
+
+
+def own_state_loads(rank: int, output_dtensor: bool) -> None:
+    types = {"t0": TW, "t1": RW}
+    source, _ = sharded(unsharded(), types, env=env_of(output_dtensor))
+    target, _ = sharded(unsharded(seed=5), types)
+    target.load_state_dict(source.state_dict())
+    for key, value in full_state(target.state_dict()).items():
+        assert torch.equal(value, full_state(source.state_dict())[key]), key
+
+
+def test_shards_of_the_same_plan_load_in_either_form(two_ranks: Ranks) -> None:
+    for output_dtensor in (False, True):
+        two_ranks.run(own_state_loads, output_dtensor)
 
 
 def wrong_core_messages(rank: int, kind: str) -> list[str]:
-    """A whole core and, where there is one, a ShardedTensor that are those of another shape."""
-    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind})
+    """A whole core and, where there is one, a DTensor that are those of another shape."""
+    model, _ = sharded(unsharded(), {"t0": kind, "t1": kind}, env=env_of(True))
     key, other = (f"ebc.embedding_bags.t1.tt_cores.{k}" for k in range(2))
     state = model.state_dict()
     messages = []
