@@ -15,6 +15,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_tt.distributed.applied_optimizer import applied_optimizer
 from torchrec_tt.distributed.fused_params import check_output_dtype
@@ -37,6 +38,13 @@ ROW_SPLITTING_TYPES = (
     ShardingType.TABLE_ROW_WISE.value,
     ShardingType.GRID_SHARD.value,
 )
+
+
+def tt_collection(module: nn.Module) -> TTCollection | None:
+    """Returns the TT collection that `module` is, or that its feature processors feed, if any."""
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        module = module._embedding_bag_collection
+    return module if isinstance(module, TTCollection) else None
 
 
 def check_env(env: ShardingEnv) -> None:

@@ -14,9 +14,10 @@ from torchrec_tt.distributed.sharding_plan import (
     check_cache_params,
     check_sharding_type,
     sharding_types_of,
+    tt_collection,
 )
 from torchrec_tt.modules.embedding_configs import TTTableConfig
-from torchrec_tt.modules.embedding_modules import TTCollection, tt_configs
+from torchrec_tt.modules.embedding_modules import tt_configs
 
 
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
@@ -37,8 +38,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         Raises:
             ValueError: if a constraint asks of a TT table what it cannot have.
         """
-        collections = [m for m in module.modules() if isinstance(m, TTCollection)]
-        self._check_constraints([c for m in collections for c in tt_configs(m.table_configs())])
+        collections = [c for m in module.modules() if (c := tt_collection(m)) is not None]
+        self._check_constraints([t for c in collections for t in tt_configs(c.table_configs())])
         return super().enumerate(module, sharders)
 
     def _check_constraints(self, tables: list[TTTableConfig]) -> None:
@@ -62,7 +63,8 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
 
         Tables of different collections may have the same name.
         """
-        configs = module.table_configs() if isinstance(module, TTCollection) else []
+        collection = tt_collection(module)
+        configs = collection.table_configs() if collection is not None else []
         self._config = next((c for c in configs if c.name == parameter), None)  # None: stock module
         return super()._get_num_buckets(parameter, module)
 

@@ -13,7 +13,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
 from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
-from torchrec_tt.distributed.sharding_plan import check_plan
+from torchrec_tt.distributed.sharding_plan import check_plan, tt_collection
 from torchrec_tt.modules.embedding_modules import TTCollection
 
 
@@ -33,7 +33,7 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         """
         _check_sharders(module, sharders)
         plan = super().plan(module, sharders)
-        for path, collection in _collections(module):
+        for path, _, collection in _collections(module):
             check_plan(
                 collection,
                 plan.plan[path],
@@ -110,21 +110,32 @@ def tt_planner(
     )
 
 
-def _collections(module: nn.Module) -> list[tuple[str, TTCollection]]:
-    return [(n, m) for n, m in module.named_modules() if isinstance(m, TTCollection)]
+def _collections(module: nn.Module) -> list[tuple[str, nn.Module, TTCollection]]:
+    """Path and module of what is sharded as one, and the collection that it is or has."""
+    found: dict[TTCollection, tuple[str, nn.Module]] = {}
+    for path, child in module.named_modules():
+        collection = tt_collection(child)
+        if collection is not None:
+            found.setdefault(collection, (path, child))  # the outermost first
+    return [(path, child, collection) for collection, (path, child) in found.items()]
 
 
 def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
     known = {sharder.module_type: sharder for sharder in sharders}
-    for path, collection in _collections(module):
-        if type(collection) not in known:
+    for path, child, collection in _collections(module):
+        name = type(collection).__name__
+        sharder = known.get(type(child))
+        inner = getattr(sharder, "_ebc_sharder", sharder)  # that of a feature processors' sharder
+        if inner is None or inner.module_type is not type(collection):
+            wanted = f"{name}Sharder"
+            if child is not collection:
+                wanted = f"{type(child).__name__}Sharder(ebc_sharder={wanted}())"
             raise ValueError(
-                f"sharders must have one for {type(collection).__name__} "
-                f"({type(collection).__name__}Sharder) as module {path!r} has Tensor-Train tables, "
-                f"got {[type(sharder).__name__ for sharder in sharders]}"
+                f"sharders must have one for {name} ({wanted}) as module {path!r} has Tensor-Train "
+                f"tables, got {[type(sharder).__name__ for sharder in sharders]}"
             )
         if collection.tt_shapes:
-            check_fused_params(getattr(known[type(collection)], "fused_params", None))
+            check_fused_params(getattr(sharder, "fused_params", None))
 
 
 def _picklable(error: Exception) -> Exception:

@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
 
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
-from torchrec_tt.modules.embedding_modules import TTCollection
+from torchrec_tt.distributed.sharding_plan import tt_collection
 from torchrec_tt.tt.cost import (
     core_bytes,
     expected_unique,
@@ -44,8 +44,8 @@ FLOPS_PER_MS = {"cpu": 3e7, "cuda": 1e10, "mtia": 1e10}
 
 def tt_shape_of(option: ShardingOption) -> TTShape | None:
     """Returns the shape of the option's table, None for a regular one."""
-    module = option.module[1]
-    return module.tt_shapes.get(option.name) if isinstance(module, TTCollection) else None
+    collection = tt_collection(option.module[1])
+    return collection.tt_shapes.get(option.name) if collection is not None else None
 
 
 class _TTEstimator(ShardEstimator):
