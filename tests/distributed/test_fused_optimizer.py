@@ -141,7 +141,8 @@ def test_settings_that_cores_cannot_follow_raise(
 
 def optimizer_message(rank: int) -> str:
     source = unsharded()
-    plan = plan_for(on_meta(source), {"t0": TW, "t1": RW}, [sharder()])
+    types = {"t0": TW, "t1": RW, "r0": DP, "r1": DP}
+    plan = plan_for(on_meta(source), types, [sharder()])
     lamb = sharder(optimizer="sgd")
     lamb._fused_params["optimizer"] = EmbOptimType.LAMB
     meta = on_meta(source)

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import on_meta, sharder, unsharded
+from tests.distributed.toy_model import on_meta, unsharded
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
 
@@ -69,8 +69,13 @@ def test_second_versions_of_bounds_checks_are_the_first() -> None:
 def refused_when_sharded(rank: int) -> list[str]:
     """Every table on rank 0: the other rank makes no kernel that could complain."""
     messages = []
-    for bad in ({"learning_rat": 0.1}, {"output_dtype": SparseType.FP16}, {"eps": None}):
-        model, sharders = on_meta(unsharded()), [sharder(**bad)]
+    for bad in (
+        {"learning_rat": 0.1},
+        {"output_dtype": SparseType.FP16},
+        {"eps": None},
+        {"optimizer": EmbOptimType.ADAM},  # for regular tables on the CPU
+    ):
+        model, sharders = on_meta(unsharded()), [TTEmbeddingBagCollectionSharder(bad)]
         plan = construct_module_sharding_plan(
             model.ebc,
             {c.name: table_wise(rank=0) for c in model.ebc.embedding_bag_configs()},
@@ -90,7 +95,9 @@ def refused_when_sharded(rank: int) -> list[str]:
 def test_a_bad_fused_param_raises_the_same_on_every_rank(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(refused_when_sharded)
     assert first == second
-    for message, key in zip(first, ("learning_rat", "output_dtype", "eps"), strict=True):
+    for message, key in zip(
+        first, ("learning_rat", "output_dtype", "eps", "table 'r0' (Optimizer adam"), strict=True
+    ):
         assert key in message
 
 

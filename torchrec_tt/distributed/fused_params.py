@@ -11,18 +11,21 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
 from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed import fused_params as torchrec_fused_params
-from torchrec.distributed.types import KeyValueParams
+from torchrec.distributed.types import KeyValueParams, ParameterSharding, ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_tt.distributed.fused_optimizer import check_optimizer_params
+from torchrec_tt.modules.embedding_modules import TTCollection
 from torchrec_tt.ops.lookup import CheckMode
 
 _CHECK_MODES: dict[str, CheckMode] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
@@ -52,6 +55,32 @@ def check_fused_params(fused_params: Mapping[str, Any] | None) -> None:
     check_output_dtype(fused_params.get("output_dtype", DataType.FP32))
 
 
+def check_regular_optimizers(
+    module: TTCollection,
+    plan: Mapping[str, ParameterSharding],
+    fused_params: Mapping[str, Any] | None,
+) -> None:
+    """Raises ValueError, naming the table, where FBGEMM has no such optimizer on the CPU.
+
+    It would say so on the ranks of the table alone.
+    """
+    for config in module.table_configs():
+        sharding_type = plan[config.name].sharding_type
+        if config.name in module.tt_shapes or sharding_type == ShardingType.DATA_PARALLEL.value:
+            continue
+        weight = module.table_modules()[config.name].weight
+        optimizer = (fused_params or {}).get("optimizer", EmbOptimType.EXACT_SGD)
+        if hasattr(weight, "_optimizer_classes"):
+            optimizer = optimizer_type_to_emb_opt_type(weight._optimizer_classes[0])
+        refusal = _refusal_on_the_cpu(optimizer)
+        if refusal:
+            raise ValueError(
+                f"fused_params['optimizer'] must be one that FBGEMM has on the CPU for regular "
+                f"tables, got {optimizer!r} for table {config.name!r} ({refusal}); "
+                "apply_optimizer_in_backward can give Tensor-Train tables another"
+            )
+
+
 def check_mode_of(fused_params: Mapping[str, Any]) -> CheckMode:
     """Returns what to do with bad ids as `bounds_check_mode` says; FATAL where it says nothing.
 
@@ -78,6 +107,17 @@ def check_output_dtype(output_dtype: object, *, table: str | None = None) -> Non
             f"output_dtype must be FP32 in a collection with Tensor-Train tables, "
             f"got {output_dtype!r}" + (f" for table {table!r}" if table else "")
         )
+
+
+@functools.cache
+def _refusal_on_the_cpu(optimizer: EmbOptimType) -> str | None:
+    """What FBGEMM says of the optimizer, asked with a table of one row; None: nothing."""
+    row = (1, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    try:
+        SplitTableBatchedEmbeddingBagsCodegen([row], optimizer=optimizer)
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 @functools.cache

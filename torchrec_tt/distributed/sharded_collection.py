@@ -27,7 +27,7 @@ from torchrec_tt.distributed.fused_optimizer import (
     one_owner_tensor,
     shards_on_this_rank,
 )
-from torchrec_tt.distributed.fused_params import check_fused_params
+from torchrec_tt.distributed.fused_params import check_fused_params, check_regular_optimizers
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
     check_plan,
@@ -81,6 +81,8 @@ class ShardedTTCollection(nn.Module):
         )
         if module.tt_shapes:
             check_fused_params(fused_params)
+            if device is None or device.type == "cpu":
+                check_regular_optimizers(module, table_name_to_parameter_sharding, fused_params)
             warn_of_conflicts(module, table_name_to_parameter_sharding, fused_params)
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
