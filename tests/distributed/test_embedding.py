@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -307,6 +307,34 @@ def test_an_optimizer_applied_in_backward_steps_instead_of_the_sharders(two_rank
         for state in two_ranks.run(applied_in_backward, kind):
             for value, core in zip(state.values(), cores, strict=True):
                 torch.testing.assert_close(value, core.detach(), rtol=1e-4, atol=1e-5)
+
+
+def half_precision(rank: int, types: dict[str, str]) -> dict[str, Tensor]:
+    """Checks the rows of bfloat16 cores, and returns the cores after some steps."""
+    source = unsharded(data_type=DataType.BF16)
+    model, optimizers = sharded(source, types, optimizer="adagrad")
+    data = [
+        kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
+        for batch in batches(3, size=2 * BATCH_SIZE)
+    ]
+    rows, expected = model.module.ec(data[0]).wait(), source.ec(data[0])
+    for key in OUTPUTS:
+        assert rows[key].values().dtype == torch.float32
+        torch.testing.assert_close(rows[key].values(), expected[key].values())
+    for features in data:
+        optimizers.zero_grad()
+        model(features).square().mean().backward()
+        optimizers.step()
+    return {k: v.detach() for k, v in model.named_parameters() if "tt_cores" in k and v.numel()}
+
+
+def test_bfloat16_cores_give_float32_rows_and_equal_replicas(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(half_precision, {"t0": RW, "t1": DP})
+    assert len(first) == 5
+    for key, value in first.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, second[key]), key
+    two_ranks.run(half_precision, {"t0": TW, "t1": TW})
 
 
 def refusal(rank: int, types: dict[str, str], arguments: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -48,7 +48,7 @@ def _by_place(rows: JaggedTensor) -> Tensor:  # [B, DIM]
     return torch.zeros(lengths.numel(), DIM).index_add(0, sample, weighted)
 
 
-def tables() -> list[EmbeddingConfig]:
+def tables(data_type: DataType = DataType.FP32) -> list[EmbeddingConfig]:
     """Feature f0 is read by a regular and a TT table; rows do not fill the TT tables' factors."""
     return [
         EmbeddingConfig(name="r0", num_embeddings=100, embedding_dim=DIM, feature_names=["f0"]),
@@ -60,6 +60,7 @@ def tables() -> list[EmbeddingConfig]:
             tt_ranks=[3, 5],
             row_factors=[4, 5, 6],
             col_factors=[2, 2, 2],
+            data_type=data_type,
         ),
         EmbeddingConfig(name="r1", num_embeddings=200, embedding_dim=DIM, feature_names=["f1"]),
         TTEmbeddingConfig(
@@ -70,13 +71,16 @@ def tables() -> list[EmbeddingConfig]:
             tt_ranks=[6],
             row_factors=[10, 12],
             col_factors=[2, 4],
+            data_type=data_type,
         ),
     ]
 
 
-def unsharded(*, seed: int = 0, need_indices: bool = False) -> ToySequenceModel:
+def unsharded(
+    *, seed: int = 0, need_indices: bool = False, data_type: DataType = DataType.FP32
+) -> ToySequenceModel:
     torch.manual_seed(seed)
-    model = ToySequenceModel(TTEmbeddingCollection(tables(), need_indices=need_indices))
+    model = ToySequenceModel(TTEmbeddingCollection(tables(data_type), need_indices=need_indices))
     with torch.no_grad():  # large enough that every step shows
         for name, parameter in model.named_parameters():
             if "tt_cores" in name:
