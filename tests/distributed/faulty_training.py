@@ -139,7 +139,7 @@ def main() -> None:
         nproc_per_node=2,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=len(args.faults) - 1,
+        max_restarts=len(args.faults),
         start_method="fork",
     )
     elastic_launch(config, run_rank)(args.folder, args.faults)

@@ -18,6 +18,7 @@ from tests.distributed.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
+FAULTS = ["planning", "sharding", "data", "step", "kill in step", "kill in save"]
 # Far less than the half hour after which the collective gives up in which the other rank waits.
 SECONDS_TO_END = 30
 
@@ -66,45 +67,54 @@ def assert_equal(a: Any, b: Any) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the log of a job that met every fault, one at each start, and went on."""
+    folder = tmp_path_factory.mktemp("job")
+    result = run(faulty_training.__file__, folder, *FAULTS)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stderr
+
+
+def test_a_fault_on_one_rank_ends_all_in_seconds(job: tuple[Path, str]) -> None:
+    failed = {}
+    for rank in range(2):
+        names, times = (noted(job[0], rank, "fault", what) for what in ("fault", "time"))
+        failed.update(zip(names, times, strict=True))
+    next_starts = noted(job[0], 0, "start", "time")[1:]
+    for fault, next_start in zip(FAULTS, next_starts, strict=True):
+        assert 0 < next_start - failed[fault] < SECONDS_TO_END, fault
+
+
+def test_the_log_has_the_error_of_the_rank_that_failed(job: tuple[Path, str]) -> None:
+    for fault in ("planning", "sharding", "step"):
+        assert f"RuntimeError: the fault in {fault}" in job[1]
+    assert "indices must be in [0, 119) for table 't1', got 10000" in job[1]
+
+
 def train_undisturbed(rank: int, folder: str) -> None:
     faulty_training.train(Path(folder))
 
 
-def test_a_job_whose_rank_is_killed_ends_as_if_it_were_not(
-    two_ranks: Ranks, tmp_path: Path
+def test_a_resumed_job_ends_as_if_nothing_had_happened(
+    job: tuple[Path, str], two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Killed in a step, then in the next save; torchrun starts the ranks anew each time."""
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    killed.mkdir()
-    whole.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    faults = ["kill in step", "kill in save"]
-    result = run(*torchrun, "--max_restarts=2", faulty_training.__file__, killed, *faults)
-    assert result.returncode == 0, result.stderr
-    two_ranks.run(train_undisturbed, str(whole))
-    assert noted(killed, 1, "fault", "fault") == faults
+    two_ranks.run(train_undisturbed, str(tmp_path))
     for rank in range(2):
-        assert noted(killed, rank, "ready", "step") == [0, 2, 2]  # the killed save of 4 is none
-        losses = noted(whole, rank, "step", "loss")
-        assert noted(killed, rank, "step", "loss")[-4:] == losses[-4:]
+        # From nothing, and once that is there from step 2: the killed save of step 4 is none.
+        assert noted(job[0], rank, "ready", "step") == [0, 2, 2, 2, 2]
+        losses = noted(tmp_path, rank, "step", "loss")
+        assert noted(job[0], rank, "step", "loss")[-4:] == losses[-4:]
     last = faulty_training.NUM_STEPS
-    assert_equal(saved(killed, last), saved(whole, last))
+    assert_equal(saved(job[0], last), saved(tmp_path, last))
 
 
-def test_an_error_on_one_rank_ends_the_job_in_seconds_with_its_message(tmp_path: Path) -> None:
-    faults = ["planning", "sharding", "data", "step", "kill in step"]
-    result = run(faulty_training.__file__, tmp_path, *faults)
-    end = time.time()
+def test_torchrun_fails_where_a_rank_is_killed(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = run(*torchrun, faulty_training.__file__, tmp_path, "kill in step")
+    (killed,) = noted(tmp_path, 1, "fault", "time")
+    assert time.time() - killed < SECONDS_TO_END
     assert result.returncode == 1
-    for fault in ("planning", "sharding", "step"):
-        assert f"RuntimeError: the fault in {fault}" in result.stderr
-    assert "indices must be in [0, 119) for table 't1', got 10000" in result.stderr
     # The agent reports what it sees first: the killed rank, or the other's lost connection.
-    assert re.search("SIGKILL|by peer", result.stderr.rpartition("Root Cause")[2])
-    failed = {}
-    for rank in range(2):
-        names, times = (noted(tmp_path, rank, "fault", what) for what in ("fault", "time"))
-        failed.update(zip(names, times, strict=True))
-    next_starts = [*noted(tmp_path, 0, "start", "time")[1:], end]
-    for fault, next_start in zip(faults, next_starts, strict=True):
-        assert 0 < next_start - failed[fault] < SECONDS_TO_END, fault
+    assert re.search(r"\(exitcode: -9\) local_rank: 1|Connection \w+ by peer", result.stderr)
+    assert "Root Cause (first observed failure)" in result.stderr
