@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import (
@@ -109,6 +110,29 @@ def test_dcp_moves_cores_and_their_optimizer_between_plans(
     num_sums: int,
 ) -> None:
     assert two_ranks.run(move_by_dcp, str(tmp_path), source, target) == [num_sums] * 2
+
+
+def change_form(rank: int, folder: str, output_dtensor: bool) -> None:
+    """Saves in one form of state dict and loads in the other, under another plan."""
+    envs = [ShardingEnv(2, rank, dist.group.WORLD, form) for form in (False, True)]
+    source, _ = sharded(unsharded(), {"t0": TW, "t1": RW}, env=envs[output_dtensor])
+    saved = source.state_dict()
+    assert isinstance(saved["ec.embeddings.t0.tt_cores.0"], DTensor) == output_dtensor
+    dcp.save(saved, checkpoint_id=folder)
+    target, _ = sharded(unsharded(seed=5), {"t0": RW, "t1": TW}, env=envs[not output_dtensor])
+    state = target.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    target.load_state_dict(state)
+    after = full_state(target.state_dict())
+    for key, value in full_state(saved).items():
+        assert torch.equal(after[key], value), key
+
+
+@pytest.mark.parametrize("output_dtensor", [False, True])
+def test_dcp_moves_cores_between_sharded_tensors_and_dtensors(
+    two_ranks: Ranks, tmp_path: Path, output_dtensor: bool
+) -> None:
+    two_ranks.run(change_form, str(tmp_path), output_dtensor)
 
 
 def first_values(rank: int, kind: str) -> dict[str, Tensor]:

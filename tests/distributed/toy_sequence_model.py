@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -109,12 +110,15 @@ def sharded(
     optimizer: str = "sgd",
     load: bool = True,
     tt_sharder: TTEmbeddingCollectionSharder | None = None,
+    env: ShardingEnv | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The sharded model with the values of `source`, and the optimizer of all its parameters."""
     sharders = [tt_sharder or sharder(optimizer)]
     meta = on_meta(source)
     plan = plan_for(meta, sharding_types, sharders)
-    model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    model = DistributedModelParallel(
+        meta, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
     if load:
         model.load_state_dict(copy.deepcopy(source.state_dict()))
     dense = KeyedOptimizerWrapper(
