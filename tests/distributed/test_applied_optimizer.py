@@ -12,7 +12,15 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import on_meta, plan_for, sharder, unsharded
+from tests.distributed.toy_model import (
+    BATCH_SIZE,
+    batches,
+    kjt,
+    on_meta,
+    plan_for,
+    sharder,
+    unsharded,
+)
 from torchrec_tt import TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.applied_optimizer import applied_optimizer
 
@@ -34,6 +42,23 @@ def test_arguments_get_the_names_of_fbgemm() -> None:
         "eps": 1e-3,
         "weight_decay_mode": WeightDecayMode.DECOUPLE,
     }
+
+
+def test_an_unsharded_collection_is_stepped_in_backward() -> None:
+    """t0's cores are looked up twice, for two features; they are stepped once."""
+    first, second = unsharded(), unsharded()
+    cores = list(first.ebc.embedding_bags["t0"].tt_cores)
+    expected = list(second.ebc.embedding_bags["t0"].tt_cores)
+    _apply_optimizer_in_backward(torch.optim.Adagrad, cores, {"lr": 0.3})
+    optimizer = torch.optim.Adagrad(expected, lr=0.3)
+    for batch in batches(3, size=BATCH_SIZE):
+        for model in (first, second):
+            model(kjt(batch, start=0, stop=BATCH_SIZE)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for core, other in zip(cores, expected, strict=True):
+        assert core.grad is None
+        torch.testing.assert_close(core, other)
 
 
 @pytest.mark.parametrize(

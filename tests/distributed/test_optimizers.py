@@ -12,8 +12,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -23,7 +24,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import full_state, plan_for
+from tests.distributed.toy_model import full_state, pieces, plan_for
 from torchrec_tt import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagCollectionSharder,
@@ -126,13 +127,19 @@ def sharded(
     *,
     data_type: DataType = DataType.FP32,
     kinds: Sequence[str] = KINDS,
+    output_dtensor: bool = False,
     **fused_params: Any,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     chosen, factory = OPTIMIZERS[name]
     sharders = [TTEmbeddingBagCollectionSharder({**FUSED, **chosen, **fused_params})]
     meta = collection(device="meta", data_type=data_type)
     plan = plan_for(meta, dict(zip(KINDS, kinds, strict=True)), sharders)
-    model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    env = ShardingEnv(dist.get_world_size(), dist.get_rank(), output_dtensor=output_dtensor)
+    env.device_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    env.process_group = env.device_mesh.get_group()
+    model = DistributedModelParallel(
+        meta, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
     model.load_state_dict(collection(data_type=data_type).state_dict())
     params = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(params, factory)
@@ -141,7 +148,8 @@ def sharded(
 
 def local(value: Any) -> Tensor:
     """The part of a state that this rank has."""
-    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+    ((piece, _),) = pieces(value)
+    return piece
 
 
 def train(rank: int, model: Any, optimizers: Any, *, steps: range) -> None:
@@ -203,7 +211,7 @@ def half_precision(rank: int, folder: str, data_type: DataType) -> None:
     optim = model.fused_optimizer.state_dict()
     dcp.save({"model": state, "optim": optim}, checkpoint_id=folder)
     kinds = (*KINDS[1:3], KINDS[0], KINDS[3])  # a data-parallel table's state is the user's
-    other, _ = sharded("adam", data_type=data_type, kinds=kinds)
+    other, _ = sharded("adam", data_type=data_type, kinds=kinds, output_dtensor=True)
     loaded = {"model": other.state_dict(), "optim": other.fused_optimizer.state_dict()}
     dcp.load(loaded, checkpoint_id=folder)
     other.load_state_dict(loaded["model"])
