@@ -9,7 +9,7 @@ DEMO_FLAGS ?= $(if $(filter made,$(DATA)),--adagrad --learning_rate 0.03 --batch
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: build demo test lint bench sanitize cuda-check gpu-check clean
+.PHONY: build demo test test-versions lint bench sanitize cuda-check gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -30,6 +30,22 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest
+
+# The tests that use TorchRec, on its other versions: each lies in a folder of its own, before the
+# pinned one. VERSION_TESTS chooses fewer.
+TORCHREC_VERSIONS ?= 1.6.1 1.7.0 1.9.2
+VERSION_TESTS ?= tests/distributed tests/modules
+
+test-versions: build $(TORCHREC_VERSIONS:%=test-torchrec-%)
+
+build/torchrec-%: $(VENV)/.installed
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchrec==$*
+	touch $@
+
+test-torchrec-%: build/torchrec-% build
+	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import torchrec; assert '$<' in torchrec.__file__, torchrec.__file__"
+	PYTHONPATH=$(abspath $<) $(BIN)/python -m pytest $(VERSION_TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -10,10 +10,16 @@ import torchrec.fx
 from torch import Tensor, fx, nn
 from torch.testing import assert_close
 from torchrec.inference.modules import quantize_embeddings
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig
+from torchrec_tt import (
+    TTEmbeddingBag,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTEmbeddingCollection,
+    TTEmbeddingConfig,
+)
 
 BACKEND = "aot_eager"  # traces forward and backward, fakes included; compiles no C++
 
@@ -84,6 +90,28 @@ def test_a_symbolic_trace_has_tables_as_leaves() -> None:
     calls = [n.target for n in fx.symbolic_trace(Model()).graph.nodes if n.op == "call_module"]
     tables = ["ebc.embedding_bags.r", "ebc.embedding_bags.t", "ebc.embedding_bags.t"]
     assert calls == [*tables, "over"]
+
+
+def test_a_sequence_collection_is_traced_with_tables_as_leaves() -> None:
+    collection = TTEmbeddingCollection(
+        [
+            EmbeddingConfig(name="r", num_embeddings=50, embedding_dim=8, feature_names=["a"]),
+            TTEmbeddingConfig(
+                name="t",
+                num_embeddings=110,
+                embedding_dim=8,
+                feature_names=["b"],
+                tt_ranks=[3, 5],
+            ),
+        ]
+    )
+    traced = fx.symbolic_trace(collection)
+    calls = [n.target for n in traced.graph.nodes if n.op == "call_module"]
+    assert calls == ["embeddings.r", "embeddings.t"]
+    features = batch(5)
+    rows, expected = traced(features), collection(features)
+    for name in ("a", "b"):
+        assert_close(rows[name].values(), expected[name].values(), rtol=0, atol=0)
 
 
 def test_one_bag_is_traced_inside_another_module() -> None:

@@ -92,11 +92,11 @@ class ShardedTTCollection(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Looks up; in a compiled model eagerly, between the compiled parts."""
         if torch.compiler.is_compiling():
-            return self._pooled_eagerly(*args, **kwargs)
+            return self._look_up_eagerly(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
     @torch.compiler.disable
-    def _pooled_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+    def _look_up_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """Waits here: compiling what is awaited would hang ranks whose graphs break elsewhere."""
         return super().forward(*args, **kwargs).wait()
 
@@ -131,7 +131,8 @@ class ShardedTTCollection(nn.Module):
             self._reset_cores()
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        super()._initialize_torch_state(skip_registering)
+        # Sequence collections of torchrec 1.6 register always and take no argument.
+        super()._initialize_torch_state(*([True] if skip_registering else []))
         owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
         owned: dict[str, ShardedTensor | DTensor] = {}
         for config in tt_configs(self._configs()):
