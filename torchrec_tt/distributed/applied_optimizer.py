@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
+from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.modules.embedding_modules import TTCollection
 
 _SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")  # of torch.optim's arguments
@@ -46,14 +47,17 @@ def applied_optimizer(
     return optimizer, _as_fbgemm_names(optimizer, kwargs, table=table)
 
 
-def warn_of_conflicts(
+def check_applied_optimizers(
     module: TTCollection,
     plan: Mapping[str, ParameterSharding],
     fused_params: Mapping[str, Any] | None,
 ) -> None:
-    """Warns where `apply_optimizer_in_backward` and `fused_params` say different things.
+    """Checks what is applied, and warns where `fused_params` say something else.
 
-    The former precedes the latter, setting by setting, as in TorchRec.
+    `apply_optimizer_in_backward` precedes them, setting by setting, as in TorchRec.
+
+    Raises:
+        ValueError: for a setting that no kernel reads.
     """
     conflicts = []
     for table in module.tt_shapes:
@@ -63,6 +67,7 @@ def warn_of_conflicts(
         settings = {"optimizer": optimizer_type_to_emb_opt_type(applied[0]), **applied[1]}
         if "lr" in settings:
             settings["learning_rate"] = settings.pop("lr")
+        check_fused_params(settings)
         conflicts += [
             f"{name} of {table!r} is {value}, not {fused_params[name]}"
             for name, value in settings.items()

@@ -20,14 +20,18 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 
-from torchrec_tt.distributed.applied_optimizer import warn_of_conflicts
+from torchrec_tt.distributed.applied_optimizer import check_applied_optimizers
 from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
 from torchrec_tt.distributed.fused_optimizer import (
     core_optimizer_config,
     one_owner_tensor,
     shards_on_this_rank,
 )
-from torchrec_tt.distributed.fused_params import check_fused_params, check_regular_optimizers
+from torchrec_tt.distributed.fused_params import (
+    check_fused_params,
+    check_mode_of,
+    check_regular_optimizers,
+)
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
     check_plan,
@@ -83,7 +87,7 @@ class ShardedTTCollection(nn.Module):
             check_fused_params(fused_params)
             if device is None or device.type == "cpu":
                 check_regular_optimizers(module, table_name_to_parameter_sharding, fused_params)
-            warn_of_conflicts(module, table_name_to_parameter_sharding, fused_params)
+            check_applied_optimizers(module, table_name_to_parameter_sharding, fused_params)
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":
@@ -225,7 +229,7 @@ def tell_shapes(
             info.fused_params = {  # TorchRec groups tables by them, so they must hash
                 k: tuple(v) if isinstance(v, list) else v for k, v in info.fused_params.items()
             }
-            check_fused_params(info.fused_params)
+            check_mode_of(info.fused_params)
             if sharding_type != ShardingType.DATA_PARALLEL.value:
                 core_optimizer_config(info.fused_params)
 
