@@ -363,6 +363,11 @@ def test_what_a_sequence_table_cannot_have_is_refused_on_every_rank(
     assert re.search(message, first), first
 
 
+def test_resharding_in_place_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="load it under the new plan"):
+        sharder().reshard(None, {}, None)
+
+
 def planned(rank: int) -> dict[str, tuple[str, str]]:
     """The planner's choice for a model with a pooled and a sequence collection."""
     pooled, sequence = toy_model.unsharded(), unsharded()

@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt import (
+    TTEmbedding,
     TTEmbeddingBag,
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
@@ -119,6 +120,40 @@ def test_one_bag_is_traced_inside_another_module() -> None:
     traced = fx.symbolic_trace(model)
     assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
     assert_same_training(traced, model, torch.randint(0, 110, (4, 3)))
+
+
+def test_one_embedding_is_traced_inside_another_module() -> None:
+    model = nn.Sequential(TTEmbedding(110, 8, tt_ranks=[3, 5]), nn.Linear(8, 1))
+    traced = fx.symbolic_trace(model)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
+    assert_same_training(traced, model, torch.randint(0, 110, (4, 3)))
+
+
+class Sequences(nn.Module):
+    """A regular and a TT table of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = {"num_embeddings": 110, "embedding_dim": 8}
+        self.ec = TTEmbeddingCollection(
+            [
+                EmbeddingConfig(name="r", feature_names=["a"], **size),
+                TTEmbeddingConfig(name="t", feature_names=["b", "a"], tt_ranks=[3, 5], **size),
+            ]
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [N of all outputs, 8]
+        rows = self.ec(features)
+        return torch.cat([rows[key].values() for key in ("a@r", "b", "a@t")])
+
+
+@pytest.mark.slow
+def test_compiled_sequences_train_as_the_eager_ones_with_any_number_of_ids() -> None:
+    torch.compiler.reset()
+    model = Sequences()
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
+    for size in (5, 8, 3):
+        assert_same_training(compiled, model, batch(size))
 
 
 def test_a_model_on_meta_is_traced_without_values() -> None:

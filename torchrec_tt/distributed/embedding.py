@@ -168,6 +168,12 @@ class TTEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def shardable_parameters(self, module: TTEmbeddingCollection) -> dict[str, nn.Parameter]:
         return shardable_parameters(module)
 
+    def reshard(self, *args: Any, **kwargs: Any) -> ShardedTTEmbeddingCollection:
+        raise NotImplementedError(
+            "resharding a TTEmbeddingCollection in place is not supported; save it with "
+            "torch.distributed.checkpoint and load it under the new plan"
+        )
+
     @property
     def module_type(self) -> type[TTEmbeddingCollection]:
         return TTEmbeddingCollection

@@ -134,9 +134,8 @@ class ShardedTTCollection(nn.Module):
         if self._owned_cores is not None:
             self._reset_cores()
 
-    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        # Sequence collections of torchrec 1.6 register always and take no argument.
-        super()._initialize_torch_state(*([True] if skip_registering else []))
+    def _initialize_torch_state(self) -> None:
+        super()._initialize_torch_state()
         owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
         owned: dict[str, ShardedTensor | DTensor] = {}
         for config in tt_configs(self._configs()):
@@ -144,9 +143,8 @@ class ShardedTTCollection(nn.Module):
             cores = kernel.cores(config.name) if kernel else None
             owned.update(self._register_cores(config.name, cores))
         self._owned_cores = owned
-        if not skip_registering:
-            self._register_state_dict_hook(_put_owned_cores)
-            self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
+        self._register_state_dict_hook(_put_owned_cores)
+        self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
         self._reset_cores()
 
     def _configs(self) -> Sequence[BaseEmbeddingConfig]:

@@ -6,8 +6,14 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from tests.distributed import toy_sequence_model
 from tests.distributed.toy_model import ToyModel, tables
-from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingCollection,
+    TTEmbeddingCollectionSharder,
+)
 from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
@@ -90,6 +96,32 @@ def test_table_row_wise_is_offered_where_it_differs_from_other_types(
     kinds = {(o.name, o.sharding_type) for o in found}
     assert (("t0", "table_row_wise") in kinds) == is_offered
     assert ("r0", "table_row_wise") not in kinds  # a regular table on the CPU: only if asked for
+
+
+@pytest.mark.parametrize(
+    ("device", "stock_types"),
+    [
+        ("cpu", {"table_wise", "column_wise", "row_wise"}),  # FBGEMM pools data-parallel ones there
+        ("cuda", {"table_wise", "column_wise", "row_wise", "data_parallel"}),
+    ],
+)
+def test_sequence_tables_get_the_types_that_sequences_have(
+    device: str, stock_types: set[str]
+) -> None:
+    topology = Topology(world_size=4, local_world_size=2, compute_device=device)
+    ec = TTEmbeddingCollection(toy_sequence_model.tables(), device="meta")
+    options = tt_planner(topology, batch_size=8)._enumerator.enumerate(
+        nn.ModuleDict({"ec": ec}), [TTEmbeddingCollectionSharder()]
+    )
+    assert all(not option.is_pooled for option in options)
+    for name in ("t0", "t1"):
+        assert {(o.sharding_type, o.compute_kernel) for o in options if o.name == name} == {
+            (kind, TT_COMPUTE_KERNEL) for kind in ("table_wise", "row_wise", "data_parallel")
+        }
+    for name in ("r0", "r1"):
+        regular = {(o.sharding_type, o.compute_kernel) for o in options if o.name == name}
+        assert {kind for kind, _ in regular} == stock_types
+        assert TT_COMPUTE_KERNEL not in {kernel for _, kernel in regular}
 
 
 def test_tables_of_one_name_in_several_collections_keep_their_own_options() -> None:
