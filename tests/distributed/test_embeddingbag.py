@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
@@ -219,7 +220,7 @@ def pooled_f3(model: DistributedModelParallel, features: KeyedJaggedTensor) -> T
     return torch.cat([model.module.ebc(features)["f3"]], dim=1)
 
 
-def u18_gradient(rank: int, kind: str) -> Tensor:
+def gradient_by_sgd(rank: int, kind: str, divides: bool) -> Tensor:
     """Lookups {2r, 2r + 1} on rank r, output gradient 0.5: the core gradient, by SGD of lr 1."""
     source = unsharded()
     model, _ = sharded(source, {"t0": kind, "t1": kind}, tt_sharder=sharder(learning_rate=1.0))
@@ -227,20 +228,28 @@ def u18_gradient(rank: int, kind: str) -> Tensor:
     features = KeyedJaggedTensor(
         keys=KEYS, values=torch.tensor(ids * 4), lengths=torch.tensor([2] * 4)
     )
-    (pooled_f3(model, features).sum() * 0.5).backward()
+    set_gradient_division(divides)
+    try:
+        (pooled_f3(model, features).sum() * 0.5).backward()
+    finally:
+        set_gradient_division(True)
     key = "ebc.embedding_bags.t1.tt_cores.1"
     return source.state_dict()[key] - full_state(model.state_dict())[key]
 
 
-def test_u18_core_gradients_are_those_of_the_mean_over_ranks(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("divides", [True, False])
+def test_core_gradients_are_the_mean_over_ranks_or_their_sum_as_torchrec_is_set(
+    two_ranks: Ranks, divides: bool
+) -> None:
     source = unsharded()
     whole = KeyedJaggedTensor(
         keys=KEYS, values=torch.arange(4).repeat(4), lengths=torch.tensor([4] * 4)
     )
-    (source.ebc(whole)["f3"].sum() * 0.5 / 2).backward()
+    (source.ebc(whole)["f3"].sum() * 0.5).backward()
+    expected = source.ebc.embedding_bags["t1"].tt_cores[1].grad / (2 if divides else 1)
     for kind in (TW, RW):
-        for gradient in two_ranks.run(u18_gradient, kind):
-            torch.testing.assert_close(gradient, source.ebc.embedding_bags["t1"].tt_cores[1].grad)
+        for gradient in two_ranks.run(gradient_by_sgd, kind, divides):
+            torch.testing.assert_close(gradient, expected)
 
 
 def lower_precision_output(rank: int) -> float:

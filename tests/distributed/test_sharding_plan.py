@@ -242,9 +242,21 @@ def test_2d_parallelism_is_refused(two_ranks: Ranks) -> None:
         assert "ShardingEnv2D" in message
 
 
-def test_resharding_in_place_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"torch\.distributed\.checkpoint"):
-        TTEmbeddingBagCollectionSharder().reshard(None, {}, None)
+def reshard_message(rank: int) -> str:
+    model = on_meta(unsharded())
+    plan = hand_made(model.ebc)
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}), sharders=[sharder()])
+    moved = hand_made(collection(), t0=table_wise(rank=1))
+    with pytest.raises(NotImplementedError) as error:
+        dmp.reshard({"ebc": (1.0, moved)}, "ebc")
+    dist.barrier()  # nobody is stuck in a collective
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_resharding_in_place_is_refused_on_every_rank(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(reshard_message):
+        assert "torch.distributed.checkpoint" in message
 
 
 def forward_backward(rank: int, kinds: list[str], world_size: int) -> None:

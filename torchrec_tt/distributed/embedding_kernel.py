@@ -1,6 +1,6 @@
 """The compute kernels that put Tensor-Train tables into TorchRec's grouped lookups."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
 from torchrec_tt.distributed.fused_params import check_mode_of
-from torchrec_tt.modules.table_batched import TTTable, TTTableBatchedEmbeddingBags
+from torchrec_tt.modules.table_batched import ReduceGradients, TTTable, TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import Pooling
 from torchrec_tt.optim import TTOptimizerConfig
 
@@ -49,7 +49,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         device: torch.device | None,
         sharding_type: ShardingType | None = None,
         optimizer: TTOptimizerConfig | None = None,
-        reduce_gradients: Callable[[list[Tensor]], None] | None = None,
+        reduce_gradients: ReduceGradients | None = None,
     ) -> None:
         super().__init__()
         self._config = config
@@ -175,15 +175,17 @@ def _mesh_of(config: GroupedEmbeddingConfig) -> DeviceMesh | None:
     return None if metadata is None else metadata.mesh
 
 
-def _sum_over(pg: dist.ProcessGroup | None) -> Callable[[list[Tensor]], None]:
-    """Returns a function that sums gradients over `pg` in place, in one all-reduce."""
+def _sum_over(pg: dist.ProcessGroup | None) -> ReduceGradients:
+    """Returns a function that returns the sums of gradients over `pg`, from one all-reduce.
 
-    def reduce_gradients(gradients: list[Tensor]) -> None:
+    Waiting for it at the end of backward instead was not faster where two ranks share two cores
+    (9.4 MB of cores, 64 and 1024 samples a rank).
+    """
+
+    def reduce_gradients(gradients: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat, group=pg)
-        for gradient, part in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
 
     return reduce_gradients

@@ -20,7 +20,7 @@ from torchrec_tt.ops.embedding_bag import (
 from torchrec_tt.ops.lookup import CheckMode, Lookup, Pooling, TTTable
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
-ReduceGradients = Callable[[list[Tensor]], None]
+ReduceGradients = Callable[[list[Tensor]], list[Tensor]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,9 +33,9 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         check_mode: what to do with ids outside `[0, num_rows)`, see `Lookup`.
         optimizer: steps the cores inside backward, which then leaves `.grad` None; None gives
             ordinary gradients.
-        reduce_gradients: for cores that are replicated: called once in each backward with the
-            gradients of all cores, to sum them over the replicas in place, before the step.
-            It is called on every rank, with zeros where a rank had no ids.
+        reduce_gradients: for cores that are replicated: called once in each backward, before the
+            step, with the gradients of all cores; returns their sums over the replicas. It is
+            called on every rank, with zeros where a rank had no ids.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores), and so are the optimizer's moments.
@@ -165,7 +165,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             )
         grads, grad_weights = embedding_bag_backward_dense(grad_output, batch_plan, cores, **call)
         if self._reduce_gradients is not None:
-            self._reduce_gradients(grads)
+            grads = self._reduce_gradients(grads)
         optimizer.step(itertools.compress(cores, is_trained), itertools.compress(grads, is_trained))
         return grad_weights
 
