@@ -4,7 +4,7 @@ Gloo gathers and scatters equal parts only, so a last batch that is not whole on
 abort in TorchRec's reduce-scatter. NCCL needs none of this.
 """
 
-import dataclasses
+import copy
 import functools
 
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ class EvenOutputDist(nn.Module):
         if len(set(sizes)) <= 1:
             return self.output_dist(local_embs, sharding_ctx)
         batches = local_embs.split([sizes[rank] for rank in self._order])
-        even = dataclasses.replace(sharding_ctx, batch_size_per_rank=[max(sizes)] * len(sizes))
+        even = copy.copy(sharding_ctx)
+        even.batch_size_per_rank = [max(sizes)] * len(sizes)
         padded = pad_sequence(batches, batch_first=True).flatten(0, 1)
         result = self.output_dist(padded, even)
         result.callbacks.append(functools.partial(_first_rows, size=sizes[self._rank]))
