@@ -12,14 +12,26 @@ from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
     [
         ({"optimizer": "lamb"}, r"optimizer must be one of \('sgd', .*'adam'\), got 'lamb'"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"learning_rate": -1.0}, "learning_rate must not be negative, got -1.0"),
-        ({"eps": float("nan")}, "eps must not be negative, got nan"),
-        ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
+        ({"betas": "ab"}, r"betas must be two numbers in \[0, 1\), got 'ab'"),
+        ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0.9"),
+        ({"learning_rate": -1.0}, "learning_rate must be a number and not negative, got -1.0"),
+        ({"learning_rate": "0.1"}, "learning_rate must be a number and not negative, got '0.1'"),
+        ({"eps": float("nan")}, "eps must be a number and not negative, got nan"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number and not negative, got -0.1"),
+        ({"weight_decay": None}, "weight_decay must be a number and not negative, got None"),
     ],
 )
 def test_settings_that_do_not_fit_raise(arguments, message):
     with pytest.raises(ValueError, match=message):
         TTOptimizerConfig(**arguments)
+
+
+def test_another_number_of_seeds_than_cores_raises():
+    cores = [torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(5, 2, dtype=torch.bfloat16)]
+    with pytest.raises(
+        ValueError, match=r"rounding_seeds must have one entry per core, 2, got \[1"
+    ):
+        CoreOptimizer(cores, TTOptimizerConfig(), rounding_seeds=[1])
 
 
 def test_sgd_has_no_state_and_adagrad_a_sum_like_each_core():

@@ -1,5 +1,6 @@
 """Optimizers that step TT cores inside backward, as torch.optim would after it."""
 
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -69,10 +70,15 @@ class TTOptimizerConfig:
             object.__setattr__(self, "eps", 1e-8 if self.optimizer == "adam" else 1e-10)
         for name in ("learning_rate", "eps", "weight_decay", "max_gradient"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+            if value is None and name == "max_gradient":
+                continue
+            if not isinstance(value, numbers.Real) or not value >= 0:
+                raise ValueError(f"{name} must be a number and not negative, got {value!r}")
+        betas = self.betas if isinstance(self.betas, Sequence) else ()
+        if len(betas) != 2 or not all(
+            isinstance(b, numbers.Real) and 0 <= float(b) < 1 for b in betas
+        ):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
 
 
 class CoreOptimizer:
@@ -98,14 +104,18 @@ class CoreOptimizer:
         *,
         rounding_seeds: Sequence[int] | None = None,
     ) -> None:
+        if rounding_seeds is not None and len(rounding_seeds) != len(cores):
+            raise ValueError(
+                f"rounding_seeds must have one entry per core, {len(cores)}, got {rounding_seeds}"
+            )
         self.config = config
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(cores), "lr": config.learning_rate}
         ]
         is_rounded = config.stochastic_rounding and cores[0].dtype in _HALF_DTYPES
         self._has_step = is_rounded or config.optimizer == "adam"
-        seeds = list(rounding_seeds or range(len(cores))) if is_rounded else []
-        self._rounding_seeds = dict(zip(cores, seeds, strict=False))
+        seeds = range(len(cores)) if rounding_seeds is None else rounding_seeds
+        self._rounding_seeds = dict(zip(cores, seeds, strict=True)) if is_rounded else {}
         self.state: dict[Tensor, dict[str, Tensor]] = {
             core: self._initial_state(core) for core in cores
         }

@@ -96,6 +96,14 @@ def test_weights_are_cast_to_the_cores_and_get_their_gradient():
     torch.testing.assert_close(grad, wanted.float())
 
 
+@pytest.mark.parametrize("weights", [torch.ones(1, 1, requires_grad=True), [1.0]])
+def test_weights_that_do_not_fit_raise_before_anything_is_stepped(weights):
+    module = make_module(optimizer=TTOptimizerConfig())
+    offsets = torch.tensor([0] + [1] * len(module.lookup.feature_tables))
+    with pytest.raises(ValueError, match="per_sample_weights must"):
+        module(torch.tensor([0]), offsets, per_sample_weights=weights)
+
+
 def test_the_gradient_of_the_output_is_clamped_before_everything_else():
     config = TTOptimizerConfig(learning_rate=0.1, max_gradient=0.5)
     module, plain = make_module(optimizer=config), make_module()

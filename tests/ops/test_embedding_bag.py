@@ -231,7 +231,9 @@ def test_weights_that_do_not_fit_raise():
     lookup = make_lookup("3 cores")
     for weights, message in (
         (torch.ones(3), "have 2 entries like indices, got 3"),
+        (torch.ones(2, 1), r"have 1 dimension, got \(2, 1\)"),
         (torch.ones(2, dtype=torch.float64), "on the CPU and Float"),
+        ([1.0, 1.0], "be a tensor, got list"),
     ):
         with pytest.raises(ValueError, match=f"per_sample_weights must .*{message}"):
             embedding_bag(
@@ -258,13 +260,32 @@ def test_cores_of_another_shape_raise():
 def test_cores_on_two_devices_raise():
     lookup = make_lookup("3 cores")
     cores = make_cores(lookup)
-    with pytest.raises(ValueError, match=r"cores must be on one device, got \['cpu', 'meta'\]"):
+    with pytest.raises(ValueError, match=r"cores must be on the device of .* cpu, got meta"):
         embedding_bag(
             torch.tensor([1]),
             torch.tensor([0, 1]),
             cores=[cores[0], cores[1].to("meta"), cores[2]],
             lookup=lookup,
         )
+
+
+@pytest.mark.parametrize("name", ["indices", "offsets", "per_sample_weights"])
+def test_inputs_on_another_device_than_the_cores_raise(name):
+    lookup = make_lookup("3 cores")
+    inputs = {
+        "indices": torch.tensor([1]),
+        "offsets": torch.tensor([0, 1]),
+        "per_sample_weights": torch.ones(1),
+    }
+    inputs[name] = inputs[name].to("meta")
+    with pytest.raises(ValueError, match="must be on the device of the other tensors"):
+        embedding_bag(**inputs, cores=make_cores(lookup), lookup=lookup)
+
+
+def test_offsets_in_a_list_raise():
+    lookup = make_lookup("3 cores")
+    with pytest.raises(ValueError, match="offsets must be a tensor, got list"):
+        embedding_bag(torch.tensor([1]), [0, 1], cores=make_cores(lookup), lookup=lookup)
 
 
 def test_offsets_other_than_the_plans_raise():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from torchrec_tt.modules.cores import TTCores, as_fx_leaf
-from torchrec_tt.ops.embedding_bag import embedding_bag, sum_dtype
+from torchrec_tt.ops.embedding_bag import check_tensors, embedding_bag, sum_dtype
 from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.init import TTInit
@@ -109,6 +109,7 @@ class TTEmbeddingBag(TTCores):
             return as_fx_leaf(self, input, offsets, per_sample_weights)
         indices, offsets = self._flat(input, offsets)
         if per_sample_weights is not None:
+            check_tensors(per_sample_weights=per_sample_weights)
             if self.mode != "sum":
                 raise NotImplementedError(
                     f"per_sample_weights must come with mode 'sum', got mode {self.mode!r}"

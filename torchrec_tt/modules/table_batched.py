@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchrec_tt.ops.embedding_bag import (
+    check_tensors,
     embedding_bag,
     embedding_bag_backward_dense,
     embedding_bag_backward_update,
@@ -123,6 +124,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         """The output in the dtype of the sums."""
         cores = self.all_cores()
         if per_sample_weights is not None:
+            check_tensors(per_sample_weights=per_sample_weights)
             per_sample_weights = per_sample_weights.to(sum_dtype(cores[0]))
         trained = next((core for core in cores if core.requires_grad), None)
         if self.optimizer is None or trained is None:

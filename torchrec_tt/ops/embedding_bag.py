@@ -28,9 +28,7 @@ def plan(
         ValueError: if offsets do not start at 0, decrease or do not end at N, or, with check_mode
             "fatal", an id is outside its table.
     """
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensors(indices=indices, offsets=offsets)
     try:
         batch_plan = operators().plan(
             indices.contiguous(),
@@ -58,6 +56,10 @@ def embedding_bag_forward(
 
     Without pooling, the rows themselves, [N, D]. Float64 for float64 cores, else float32.
     """
+    if per_sample_weights is not None and per_sample_weights.dim() != 1:
+        raise ValueError(
+            f"per_sample_weights must have 1 dimension, got {tuple(per_sample_weights.shape)}"
+        )
     return operators().embedding_bag_forward(
         plan,
         cores,
@@ -155,10 +157,10 @@ def embedding_bag(
         Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
         Models", MLSys 2021, section 4.
     """
-    offsets = offsets.contiguous()
+    check_tensors(per_sample_weights=per_sample_weights)
     batch_plan = plan(indices, offsets, lookup=lookup)
     weights = None if per_sample_weights is None else per_sample_weights.contiguous()
-    return _EmbeddingBag.apply(lookup, batch_plan, offsets, weights, *cores)
+    return _EmbeddingBag.apply(lookup, batch_plan, offsets.contiguous(), weights, *cores)
 
 
 class _EmbeddingBag(torch.autograd.Function):
@@ -194,6 +196,13 @@ class _EmbeddingBag(torch.autograd.Function):
         return None, None, None, grad_weights if weights_grad else None, *grad_cores
 
 
+def check_tensors(**arguments: object) -> None:
+    """Raises ValueError for what is neither a tensor nor None, which was left out."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def sum_dtype(core: Tensor) -> torch.dtype:
     """Returns the dtype of sums, outputs, gradients and weights: float32 but for float64 cores."""
     return torch.float64 if core.dtype == torch.float64 else torch.float32
@@ -208,6 +217,7 @@ def cpu_isa() -> str:
 def _fake_plan(
     indices: Tensor, offsets: Tensor, tables: list[int], feature_tables: list[int], check_mode: str
 ) -> list[Tensor]:
+    _check_one_device(indices.device, offsets=[offsets])
     n = indices.shape[0]
     sizes = (n, n, n, n + 1, n + 1, 4)
     dtypes = (torch.int32, torch.int32, torch.int64, torch.int32, torch.int32, torch.int64)
@@ -224,7 +234,11 @@ def _fake_forward(
     feature_tables: list[int],
     pooling: str,
 ) -> Tensor:
-    _check_one_device(cores)
+    device = cores[0].device
+    _check_one_device(device, cores=cores)
+    if device.type != "meta":  # cores without values give an output without any
+        weights = [] if per_sample_weights is None else [per_sample_weights]
+        _check_one_device(device, indices=plan, offsets=[offsets], per_sample_weights=weights)
     dims = _embedding_dims(tables)
     if pooling == "none":
         return cores[0].new_empty(plan[0].shape[0], dims[0], dtype=sum_dtype(cores[0]))
@@ -279,8 +293,12 @@ def _embedding_dims(encoded_tables: list[int]) -> list[int]:
     return dims
 
 
-def _check_one_device(cores: list[Tensor]) -> None:
+def _check_one_device(expected: torch.device, **tensors: Sequence[Tensor]) -> None:
     """The dispatcher takes a meta tensor among others for a wish for no values."""
-    devices = {core.device for core in cores}
-    if len(devices) > 1:
-        raise ValueError(f"cores must be on one device, got {sorted(map(str, devices))}")
+    for name, group in tensors.items():
+        for tensor in group:
+            if tensor.device != expected:
+                raise ValueError(
+                    f"{name} must be on the device of the other tensors, {expected}, "
+                    f"got {tensor.device}"
+                )
