@@ -72,7 +72,7 @@ class TTOptimizerConfig:
             value = getattr(self, name)
             if value is None and name == "max_gradient":
                 continue
-            if not isinstance(value, numbers.Real) or not value >= 0:
+            if not isinstance(value, numbers.Real) or not float(value) >= 0:
                 raise ValueError(f"{name} must be a number and not negative, got {value!r}")
         betas = self.betas if isinstance(self.betas, Sequence) else ()
         if len(betas) != 2 or not all(
