@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,12 +14,18 @@
 
 namespace torchrec_tt {
 
-template <typename T>
-using Buffer = std::unique_ptr<T[]>;
+struct FreeAligned {
+  void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+  static constexpr std::align_val_t kAlignment{64};  // a cache line: no vector lies across two
+};
 
 template <typename T>
+using Buffer = std::unique_ptr<T[], FreeAligned>;
+
+// Uninitialised memory for elements of a plain type.
+template <typename T>
 Buffer<T> buffer(int64_t size) {
-  return std::make_unique_for_overwrite<T[]>(size);
+  return Buffer<T>(static_cast<T*>(::operator new(size * sizeof(T), FreeAligned::kAlignment)));
 }
 
 // Runs f(job, scratch of scratch_size) for every job; which thread takes a job never shows.
@@ -26,6 +33,7 @@ template <typename T, typename F>
 void for_each_job(int64_t num_jobs, int64_t scratch_size, const F& f) {
   const int64_t workers = std::min<int64_t>(num_jobs, torch::stable::get_num_threads());
   if (workers == 0) return;
+  scratch_size = round_up(scratch_size, 64 / sizeof(T));  // whole cache lines for each
   const Buffer<T> scratch = buffer<T>(workers * scratch_size);
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t worker) {

@@ -29,7 +29,7 @@ Tensor forward(const Call<T>& call) {
   const std::vector<Chunk> chunks = call.chunks();
   int64_t scratch_size = 0;
   for (const Chunk& c : chunks) {
-    scratch_size = std::max(scratch_size, forward_scratch(call.tables[c.table].view));
+    scratch_size = std::max(scratch_size, ChunkScratch<T>(call.tables[c.table].view, false).size);
   }
   for_each_job<T>(chunks.size(), scratch_size, [&](int64_t job, T* scratch) {
     const Chunk& c = chunks[job];
@@ -47,19 +47,17 @@ Tensor forward(const Call<T>& call) {
     const int64_t f = job / blocks, begin = job % blocks * kBagsPerJob;
     const CallTable<T>& table = call.tables[features.table[f]];
     const int64_t dim = table.shape.embedding_dim();
-    const auto pool = [&](int64_t first, int64_t end, T* out) {
-      call.k.pool(rows.get() + row_base[features.table[f]], dim, call.plan, table.first_row,
-                  scale.get(), first, end, out);
-    };
-    const int64_t end = std::min(batch_size, begin + kBagsPerJob);
     const int64_t* bags = call.offsets.data() + f * batch_size;
-    if (!call.is_pooled) {
-      for (int64_t i = bags[begin]; i < bags[end]; i++) pool(i, i + 1, data<T>(output) + i * dim);
-      return;
-    }
-    for (int64_t b = begin; b < end; b++) {
-      pool(bags[b], bags[b + 1],
-           data<T>(output) + b * features.num_columns + features.column[f]);
+    const int64_t end = std::min(batch_size, begin + kBagsPerJob);
+    const auto pool = [&](const int64_t* of, int64_t first, int64_t last, T* out, int64_t ld_out) {
+      call.k.pool(rows.get() + row_base[features.table[f]], dim, call.plan, table.first_row,
+                  scale.get(), of, first, last, out, ld_out);
+    };
+    if (call.is_pooled) {
+      pool(bags, begin, end, data<T>(output) + begin * features.num_columns + features.column[f],
+           features.num_columns);
+    } else {
+      pool(nullptr, bags[begin], bags[end], data<T>(output) + bags[begin] * dim, dim);
     }
   });
   return output;
@@ -83,7 +81,8 @@ struct TableGrads {
     const int64_t flags = heads + v.m_last;
     const int64_t count = static_cast<int64_t>(pieces.size());
     sums = buffer<T>(size * count);
-    touched = std::make_unique<uint8_t[]>(flags * count);
+    touched = buffer<uint8_t>(flags * count);
+    std::fill_n(touched.get(), flags * count, uint8_t{0});
     const auto mid_of = [&](int64_t q) {
       return (plan.row_keys[plan.prefix_starts[q]] - v.key_base) / v.m_last / v.m_head;
     };
@@ -158,9 +157,7 @@ struct TableGrads {
     const T* sum = reduce(k, &BackwardChunk<T>::last, &BackwardChunk<T>::last_touched, digit,
                           v.padded_last_size());
     if (!sum) return;
-    for (int64_t b = 0; b < v.rank; b++) {
-      for (int64_t z = 0; z < v.n_last; z++) scratch[b * v.n_last + z] = sum[z * v.ld_rank + b];
-    }
+    k.restore_last(v, sum, scratch);
     const int64_t size = v.rank * v.n_last;
     k.update(updates[table->shape.num_cores - 1], digit * size, scratch, 1, size, size);
   }
@@ -253,7 +250,7 @@ Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_gra
     grads.emplace_back(table, call.plan, std::vector<Chunk>(first, end));
     grads.back().updates = updates.data() + table.first_core;
     for (int64_t c = 0; c < end - first; c++) jobs.push_back({grads.size() - 1, c});
-    scratch_size = std::max(scratch_size, backward_scratch(table.view));
+    scratch_size = std::max(scratch_size, ChunkScratch<T>(table.view, true).size);
     first = end;
   }
   for_each_job<T>(jobs.size(), scratch_size, [&](int64_t job, T* scratch) {

@@ -5,24 +5,21 @@
 //   grad last += P^T R,  grad P += R last^T;  then  grad mid += head^T grad P,  grad head += grad P mid^T.
 #pragma once
 
+#include "prefix_batch.h"
 #include "update.h"
 
 namespace torchrec_tt::TT_ISA {
 
-template <typename T>
-static void transpose_slice(const T* slice, int64_t rank, int64_t ld_rank, int64_t n_last, T* out) {
-  for (int64_t z = 0; z < n_last; z++) {
-    for (int64_t b = 0; b < rank; b++) out[z * ld_rank + b] = slice[b * n_last + z];
-    for (int64_t b = rank; b < ld_rank; b++) out[z * ld_rank + b] = 0;
-  }
-}
+// Rows of heads in a group for which its mid slice is transposed: that costs what dot products cost
+// 8 rows beyond a matrix product (64x32: 200 ns, and 50 ns for 2 rows).
+constexpr int64_t kRowsToTranspose = 8;
 
 // The transposed last slice of a digit, made in `out`.
 template <typename T>
 TT_INLINE void transpose_digit(const TableView<T>& t, int64_t digit, T* out, T* scratch) {
   const int64_t size = t.rank * t.n_last;
-  const T* slice = elements(t.last, t.storage, digit * size, size, scratch);
-  transpose_slice(slice, t.rank, t.ld_rank, t.n_last, out);
+  transpose(elements(t.last, t.storage, digit * size, size, scratch), t.rank, t.n_last, t.n_last,
+            out, t.ld_rank);
 }
 
 template <typename T>
@@ -32,7 +29,13 @@ static void transpose_last(const TableView<T>& t, int64_t begin, int64_t end, T*
   }
 }
 
-// The same, made in `out` only where the table has none ready.
+// The way back: out [rank, n_last] from a transposed slice [n_last, ld_rank].
+template <typename T>
+static void restore_last(const TableView<T>& t, const T* transposed, T* out) {
+  transpose(transposed, t.n_last, t.rank, t.ld_rank, out, t.n_last);
+}
+
+// The transposed last slice of a digit, made in `out` only where the table has none ready.
 template <typename T>
 TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* scratch) {
   if (t.last_transposed) return t.last_transposed + digit * t.padded_last_size();
@@ -40,103 +43,44 @@ TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* s
   return out;
 }
 
-// A slice [rows, rank] with rows of ld_rank: itself where they are equal, else a copy in `scratch`.
-template <typename T>
-TT_INLINE const T* padded(const T* slice, int64_t rows, int64_t rank, int64_t ld_rank, T* scratch) {
-  if (rank == ld_rank) return slice;
-  for (int64_t i = 0; i < rows; i++) {
-    std::memcpy(scratch + i * ld_rank, slice + i * rank, rank * sizeof(T));
-    for (int64_t b = rank; b < ld_rank; b++) scratch[i * ld_rank + b] = 0;
-  }
-  return scratch;
-}
-
-// Walks the prefixes of a chunk: their digits, the mid slice of their group and their product P.
-template <typename T>
-struct PrefixWalk {
-  const TableView<T>& table;
-  const PlanView& plan;
-  T* mid_scratch;  // [padded_mid_size]
-  T* slice_scratch;
-  int64_t mid = -1;              // digit of the current group
-  const T* mid_slice = nullptr;  // [r_head, n_mid * ld_rank]
-  int64_t head = 0;              // the head's place in table.head
-  const T* head_slice = nullptr;
-  int64_t first_key = 0;  // key of the prefix's row with last digit 0
-
-  int64_t mid_of(int64_t prefix) const {
-    const int64_t key = plan.row_keys[plan.prefix_starts[prefix]] - table.key_base;
-    return key / table.m_last / table.m_head;
-  }
-
-  T* last_scratch() const {
-    return slice_scratch + prefixes_at_once(table) * table.head_size() + table.mid_size();
-  }
-
-  // Of the prefixes that are in use together, this is the one of number `slot`.
-  void enter(int64_t prefix, int64_t slot = 0) {
-    const int64_t key = plan.row_keys[plan.prefix_starts[prefix]] - table.key_base;
-    const int64_t digits = key / table.m_last;
-    const int64_t next_mid = digits / table.m_head;
-    head = table.head_at ? table.head_at[prefix] : digits - next_mid * table.m_head;
-    head_slice = elements(table.head, table.head_storage, head * table.head_size(),
-                          table.head_size(), slice_scratch + slot * table.head_size());
-    first_key = table.key_base + digits * table.m_last;
-    if (next_mid == mid || !table.has_mid) return;
-    mid = next_mid;
-    T* wide = slice_scratch + prefixes_at_once(table) * table.head_size();
-    mid_slice = padded(
-        elements(table.mid, table.storage, mid * table.mid_size(), table.mid_size(), wide),
-        table.r_head * table.n_mid, table.rank, table.ld_rank, mid_scratch);
-  }
-
-  // P [m_rows, ld_rank], in `out` unless the head slice is P already.
-  const T* prefix_product(T* out) const {
-    if (!table.has_mid) {
-      return padded(head_slice, table.m_rows, table.rank, table.ld_rank, out);
-    }
-    const int64_t n = table.n_mid * table.ld_rank;
-    product(head_slice, table.r_head, mid_slice, n, table.n_head, table.r_head, n, out, n);
-    return out;
-  }
-};
-
 template <typename T>
 static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, int64_t end, T* rows,
                     int64_t first_row, T* scratch) {
-  T* product_scratch = scratch;
-  T* mid_scratch = product_scratch + t.product_size();
-  T* last_scratch = mid_scratch + t.padded_mid_size();
-  PrefixWalk<T> walk{t, plan, mid_scratch, last_scratch + t.padded_last_size()};
+  const ChunkScratch<T> at(t, false, scratch);
+  PrefixBatch<T> batch(t, plan, at);
   const int64_t dim = t.dim();
-  for (int64_t q = begin; q < end; q++) {
-    walk.enter(q);
-    const T* p = walk.prefix_product(product_scratch);
-    for (int64_t u = plan.prefix_starts[q]; u < plan.prefix_starts[q + 1]; u++) {
-      const T* last = last_slice(t, plan.row_keys[u] - walk.first_key, last_scratch,
-                                 walk.last_scratch());
-      product_transposed<T, false>(p, t.ld_rank, last, t.ld_rank, t.m_rows, t.n_last, t.ld_rank,
-                                   rows + (u - first_row) * dim, t.n_last);
+  for (int64_t q = begin; q < end; q += batch.count) {
+    batch.take(q, end);
+    for (int64_t k = 0; k < batch.count; k++) {
+      for (int64_t u = plan.prefix_starts[q + k]; u < plan.prefix_starts[q + k + 1]; u++) {
+        const int64_t digit = plan.row_keys[u] - batch.first_key[k];
+        const T* last = last_slice(t, digit, at.last, at.wide_last);
+        product_transposed<T, false>(batch.product_of[k], t.ld_rank, last, t.ld_rank, t.m_rows,
+                                     t.n_last, t.ld_rank, rows + (u - first_row) * dim, t.n_last);
+      }
     }
   }
 }
 
 template <typename T>
 static void pool(const T* rows, int64_t dim, const PlanView& plan, int64_t first_row, const T* scale,
-                 int64_t begin, int64_t end, T* out) {
-  if (begin == end) {
-    for (int64_t j = 0; j < dim; j++) out[j] = 0;
-    return;
-  }
+                 const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out) {
+  constexpr int64_t kAhead = 8;  // a row lies anywhere, and is asked for this many indices before
   const auto row = [&](int64_t i) { return rows + (plan.inverse[i] - first_row) * dim; };
-  if (!scale && end - begin == 1) {
-    std::memcpy(out, row(begin), dim * sizeof(T));
-    return;
-  }
-  scaled<T, false>(row(begin), scale ? scale[begin] : T(1), dim, out);
-  for (int64_t i = begin + 1; i < end; i++) {
-    if (i + 4 < end) __builtin_prefetch(row(i + 4));
-    scaled<T, true>(row(i), scale ? scale[i] : T(1), dim, out);
+  const int64_t last = bags ? bags[end] : end;
+  for (int64_t bag = begin; bag < end; bag++, out += ld_out) {
+    const int64_t first = bags ? bags[bag] : bag, next = bags ? bags[bag + 1] : bag + 1;
+    if (first == next) std::memset(out, 0, dim * sizeof(T));
+    for (int64_t i = first; i < next; i++) {
+      if (i + kAhead < last) prefetch(row(i + kAhead), dim);
+      if (i > first) {
+        scaled<T, true>(row(i), scale ? scale[i] : T(1), dim, out);
+      } else if (scale) {
+        scaled<T, false>(row(i), scale[i], dim, out);
+      } else {
+        copy(row(i), dim, out);
+      }
+    }
   }
 }
 
@@ -182,33 +126,51 @@ TT_INLINE T* touch(T* slices, uint8_t* touched, int64_t digit, int64_t size) {
   return slice;
 }
 
-// Gradients through the rows of one prefix: adds to the last slices', writes grad_p [m_rows, ld_rank].
+// Asks for what the rows of the batch's next prefix need: it lies anywhere, and comes in time.
 template <typename T>
-static void backward_rows(const TableView<T>& t, const PlanView& plan, const GradView<T>& grad,
-                          const BackwardChunk<T>& chunk, const PrefixWalk<T>& walk, int64_t q,
-                          const T* p, T* grad_p, T* scratch) {
+TT_INLINE void prefetch_rows(const TableView<T>& t, const GradView<T>& grad,
+                             const BackwardChunk<T>& chunk, const PrefixBatch<T>& batch,
+                             int64_t k) {
+  const PlanView& plan = batch.plan;
+  const int64_t first = plan.prefix_starts[batch.first + k];
+  const int64_t end = plan.prefix_starts[batch.first + k + 1];
+  for (int64_t u = first; u < end && u < first + 4; u++) {
+    const int64_t at = (plan.row_keys[u] - batch.first_key[k]) * t.padded_last_size();
+    const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
+    for (int64_t s = begin; s < past && s < begin + 4; s++) {
+      prefetch(grad.grad_output + grad.grad_at[plan.order[s]], t.dim());
+    }
+    prefetch(chunk.last + at, t.padded_last_size());
+    if (t.last_transposed) prefetch(t.last_transposed + at, t.padded_last_size());
+  }
+}
+
+// Gradients through the rows of the batch's prefix k: adds to the last slices', writes its grad_p.
+template <typename T>
+static void backward_rows(const TableView<T>& t, const GradView<T>& grad,
+                          const BackwardChunk<T>& chunk, const PrefixBatch<T>& batch, int64_t k,
+                          const ChunkScratch<T>& at) {
+  const PlanView& plan = batch.plan;
   const int64_t dim = t.dim();
-  T* row_scratch = scratch;
-  T* last_scratch = row_scratch + kRowsAtOnce * dim;
-  T* value_scratch = last_scratch + kRowsAtOnce * t.padded_last_size();
+  const T* p = batch.product_of[k];
+  T* grad_p = at.grad_products + k * t.product_size();
   OuterTerm<T> terms[kRowsAtOnce];
-  const int64_t first = plan.prefix_starts[q], end = plan.prefix_starts[q + 1];
+  const int64_t q = batch.first + k, first = plan.prefix_starts[q], end = plan.prefix_starts[q + 1];
   for (int64_t u = first; u < end; u += kRowsAtOnce) {
     const int64_t count = end - u < kRowsAtOnce ? end - u : kRowsAtOnce;
-    for (int64_t k = 0; k < count; k++) {
-      const int64_t digit = plan.row_keys[u + k] - walk.first_key;
-      const T* last = last_slice(t, digit, last_scratch + k * t.padded_last_size(),
-                                 walk.last_scratch());
-      const T* row = row_gradient(plan, grad, u + k, dim, row_scratch + k * dim);
-      terms[k] = {row, last};
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t digit = plan.row_keys[u + i] - batch.first_key[k];
+      const T* last = last_slice(t, digit, at.lasts + i * t.padded_last_size(), at.wide_last);
+      const T* row = row_gradient(plan, grad, u + i, dim, at.rows + i * dim);
+      terms[i] = {row, last};
       T* grad_last = touch(chunk.last, chunk.last_touched, digit, t.padded_last_size());
       const OuterTerm<T> last_term{row, p};
       outer_product<T, true>(&last_term, 1, t.n_last, 1, t.ld_rank, t.n_last, t.m_rows, t.ld_rank,
                              grad_last, t.ld_rank);
       if (grad.grad_weights) {
         product_transposed<T, false>(p, t.ld_rank, last, t.ld_rank, t.m_rows, t.n_last, t.ld_rank,
-                                     value_scratch, t.n_last);
-        weight_gradients(plan, grad, u + k, value_scratch, dim);
+                                     at.values, t.n_last);
+        weight_gradients(plan, grad, u + i, at.values, dim);
       }
     }
     if (u == first) {
@@ -221,52 +183,72 @@ static void backward_rows(const TableView<T>& t, const PlanView& plan, const Gra
   }
 }
 
+// Gradients of the batch's heads: grad_p mid^T, through a transposed mid slice if there is one.
+template <typename T>
+static void backward_heads(const TableView<T>& t, const BackwardChunk<T>& chunk,
+                           const PrefixBatch<T>& batch, const T* mid_transposed,
+                           const ChunkScratch<T>& at) {
+  const int64_t n = t.n_mid * t.ld_rank;
+  if (mid_transposed) {
+    product(at.grad_products, n, mid_transposed, t.ld_head, batch.count * t.n_head, n, t.ld_head,
+            at.grad_heads, t.ld_head);
+  }
+  for (int64_t k = 0; k < batch.count; k++) {
+    T* grad_head = touch(chunk.head, chunk.head_touched, batch.head[k], t.head_size());
+    const T* grad_p = at.grad_products + k * t.product_size();
+    if (t.has_mid && !mid_transposed) {
+      product_transposed<T, true>(grad_p, n, batch.mid_slice, n, t.n_head, t.r_head, n, grad_head,
+                                  t.r_head);
+      continue;
+    }
+    const T* from = mid_transposed ? at.grad_heads + k * t.n_head * t.ld_head : grad_p;
+    const int64_t ld = mid_transposed ? t.ld_head : t.ld_rank;
+    for (int64_t i = 0; i < t.n_head; i++) {
+      scaled<T, true>(from + i * ld, T(1), t.r_head, grad_head + i * t.r_head);
+    }
+  }
+}
+
 template <typename T>
 static void backward(const TableView<T>& t, const PlanView& plan, const GradView<T>& grad,
                      const CoreUpdate<T>& mid_update, const BackwardChunk<T>& chunk, T* scratch) {
-  const int64_t depth = prefixes_at_once(t);
-  T* product_scratch = scratch;
-  T* grad_p = product_scratch + t.product_size();  // [depth, m_rows, ld_rank]
-  T* mid_scratch = grad_p + depth * t.product_size();
-  T* mid_grad_scratch = mid_scratch + t.padded_mid_size();
-  T* row_scratch = mid_grad_scratch + t.padded_mid_size();
-  T* slice_scratch = row_scratch + kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim();
-  OuterTerm<T> terms[kOuterDepth];
-  PrefixWalk<T> walk{t, plan, mid_scratch, slice_scratch};
+  const ChunkScratch<T> at(t, true, scratch);
+  PrefixBatch<T> batch(t, plan, at);
   const int64_t n = t.n_mid * t.ld_rank;
-  int64_t q = chunk.prefix_begin;
-  while (q < chunk.prefix_end) {
-    const int64_t mid = walk.mid_of(q);
-    const int shared = mid == chunk.shared_first ? 0 : mid == chunk.shared_last ? 1 : -1;
-    T* grad_mid = shared >= 0 ? chunk.shared[shared] : mid_grad_scratch;
-    if (t.has_mid) std::memset(grad_mid, 0, t.padded_mid_size() * sizeof(T));
-    bool same_group = true;
-    while (same_group) {
-      int64_t count = 0;
-      for (; count < depth && same_group; count++, q++) {
-        walk.enter(q, count);
-        const T* p = walk.prefix_product(product_scratch);
-        T* grad_p_q = grad_p + count * t.product_size();
-        backward_rows(t, plan, grad, chunk, walk, q, p, grad_p_q, row_scratch);
-        T* grad_head = touch(chunk.head, chunk.head_touched, walk.head, t.head_size());
-        if (t.has_mid) {
-          product_transposed<T, true>(grad_p_q, n, walk.mid_slice, n, t.n_head, t.r_head, n,
-                                      grad_head, t.r_head);
-          terms[count] = {walk.head_slice, grad_p_q};
-        } else {
-          for (int64_t i = 0; i < t.m_rows; i++) {
-            scaled<T, true>(grad_p_q + i * t.ld_rank, T(1), t.rank, grad_head + i * t.rank);
-          }
-        }
-        same_group = q + 1 < chunk.prefix_end && walk.mid_of(q + 1) == mid;
-      }
-      if (t.has_mid) {
-        outer_product<T, true>(terms, count, t.r_head, 1, n, t.r_head, t.n_head, n, grad_mid, n);
+  const T* mid_transposed = nullptr;
+  bool is_first = true;  // of its group
+  for (int64_t q = chunk.prefix_begin; q < chunk.prefix_end; q += batch.count) {
+    batch.take(q, chunk.prefix_end);
+    prefetch_rows(t, grad, chunk, batch, 0);
+    for (int64_t k = 0; k < batch.count; k++) {
+      if (k + 1 < batch.count) prefetch_rows(t, grad, chunk, batch, k + 1);
+      backward_rows(t, grad, chunk, batch, k, at);
+    }
+    if (is_first && t.has_mid) {
+      mid_transposed = nullptr;
+      if (batch.count * t.n_head >= kRowsToTranspose) {
+        transpose(batch.mid_slice, t.r_head, n, n, at.mid_transposed, t.ld_head);
+        mid_transposed = at.mid_transposed;
       }
     }
-    if (t.has_mid && shared < 0) {
-      update(mid_update, mid * t.mid_size(), grad_mid, t.r_head * t.n_mid, t.rank, t.ld_rank);
+    backward_heads(t, chunk, batch, mid_transposed, at);
+    const bool is_last = batch.ends_group(chunk.prefix_end);
+    if (t.has_mid) {
+      const int64_t mid = batch.mid;
+      const int shared = mid == chunk.shared_first ? 0 : mid == chunk.shared_last ? 1 : -1;
+      T* grad_mid = shared >= 0 ? chunk.shared[shared] : at.grad_mid;
+      const OuterTerm<T> term{at.heads, at.grad_products};
+      const int64_t depth = batch.count * t.n_head;
+      if (is_first) {
+        outer_product<T, false>(&term, 1, t.r_head, 1, n, t.r_head, depth, n, grad_mid, n);
+      } else {
+        outer_product<T, true>(&term, 1, t.r_head, 1, n, t.r_head, depth, n, grad_mid, n);
+      }
+      if (is_last && shared < 0) {
+        update(mid_update, mid * t.mid_size(), grad_mid, t.r_head * t.n_mid, t.rank, t.ld_rank);
+      }
     }
+    is_first = is_last;
   }
 }
 
@@ -313,7 +295,7 @@ static void head_grad1(const HeadPair<T>& h, int64_t digit, const T* grad_head, 
 
 template <typename T>
 constexpr Kernels<T> make_kernels() {
-  return {kWidth<T>, &forward<T>, &pool<T>, &backward<T>, &transpose_last<T>, &update<T>,
+  return {kWidth<T>, &forward<T>, &pool<T>, &backward<T>, &transpose_last<T>, &restore_last<T>, &update<T>,
           &add<T>,   &head_forward<T>, &head_grad0<T>, &head_grad1<T>};
 }
 

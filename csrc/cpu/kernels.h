@@ -24,11 +24,12 @@ enum class Storage { kNative, kBFloat16, kFloat16 };
 template <typename T>
 struct TableView {
   int64_t n_head, r_head;  // a head slice is [n_head, r_head]
+  int64_t ld_head;         // r_head rounded up to the vector width
   int64_t n_mid;           // a mid slice is [r_head, n_mid, rank]
   int64_t rank, ld_rank;   // ld_rank: rank rounded up to the vector width
   int64_t n_last;          // a last slice is [rank, n_last]
   int64_t m_rows;          // n_head * n_mid
-  int64_t m_head, m_last, key_base;
+  int64_t m_head, m_mid, m_last, key_base;
   bool has_mid;             // false: P is the head slice
   Storage storage;          // of mid and last
   Storage head_storage;     // of head: T for 4 cores, whose heads are products
@@ -86,29 +87,47 @@ struct BackwardChunk {
   T* shared[2];           // [padded_mid_size] gradients of the shared mid slices
 };
 
-constexpr int64_t kRowsAtOnce = 16;  // rows of a prefix whose gradients are gathered together
-constexpr int64_t kOuterDepth = 32;  // rows of P summed into a mid slice's gradient at once
+constexpr int64_t kRowsAtOnce = 16;      // rows of a prefix whose gradients are gathered together
+constexpr int64_t kHeadRowsAtOnce = 32;  // rows of the heads that are multiplied with a mid slice at once
+constexpr int64_t kPrefixesAtOnce = kHeadRowsAtOnce;  // at most, where a head has one row
 
 template <typename T>
 int64_t prefixes_at_once(const TableView<T>& table) {
-  return table.n_head >= kOuterDepth / 4 ? 4 : kOuterDepth / table.n_head;
+  return table.n_head >= kHeadRowsAtOnce / 4 ? 4 : kHeadRowsAtOnce / table.n_head;
 }
 
-// Elements of scratch that one worker needs.
+// What one worker needs for the prefixes it has in hand, in one piece of memory of `size` elements.
 template <typename T>
-int64_t slice_scratch(const TableView<T>& t) {  // to widen a slice of any core of 16 bits
-  if (t.storage == Storage::kNative) return 0;
-  return prefixes_at_once(t) * t.head_size() + t.mid_size() + t.rank * t.n_last;
-}
-template <typename T>
-int64_t forward_scratch(const TableView<T>& t) {
-  return t.product_size() + t.padded_mid_size() + t.padded_last_size() + slice_scratch(t);
-}
-template <typename T>
-int64_t backward_scratch(const TableView<T>& t) {
-  return t.product_size() * (1 + prefixes_at_once(t)) + 2 * t.padded_mid_size() +
-         kRowsAtOnce * (t.dim() + t.padded_last_size()) + t.dim() + slice_scratch(t);
-}
+struct ChunkScratch {
+  int64_t size = 0;
+  T *heads, *products, *mid, *last, *wide_mid, *wide_last;
+  // backward only
+  T *grad_products, *grad_heads, *grad_mid, *mid_transposed, *rows, *lasts, *values;
+
+  ChunkScratch(const TableView<T>& t, bool is_backward, T* from = nullptr) {
+    const auto take = [&](int64_t elements) {
+      T* piece = from ? from + size : nullptr;
+      size += round_up(elements, 64 / sizeof(T));  // whole cache lines
+      return piece;
+    };
+    const int64_t depth = prefixes_at_once(t);
+    heads = take(depth * t.head_size());
+    products = take(depth * t.product_size());
+    mid = take(t.padded_mid_size());
+    last = take(t.padded_last_size());
+    const bool is_native = t.storage == Storage::kNative;
+    wide_mid = take(is_native ? 0 : t.mid_size());
+    wide_last = take(is_native ? 0 : t.rank * t.n_last);
+    if (!is_backward) return;
+    grad_products = take(depth * t.product_size());
+    grad_heads = take(depth * t.n_head * t.ld_head);
+    grad_mid = take(t.padded_mid_size());
+    mid_transposed = take(t.n_mid * t.ld_rank * t.ld_head);
+    rows = take(kRowsAtOnce * t.dim());
+    lasts = take(kRowsAtOnce * t.padded_last_size());
+    values = take(t.dim());
+  }
+};
 
 // The two outer cores of a 4-core table, whose products are the heads.
 template <typename T>
@@ -130,12 +149,14 @@ struct Kernels {
   // rows[(u - first_row) * dim] for the unique rows u of prefixes [begin, end)
   void (*forward)(const TableView<T>&, const PlanView&, int64_t begin, int64_t end, T* rows,
                   int64_t first_row, T* scratch);
-  // out = sum of scale[i] * rows[inverse[i] - first_row], i in [begin, end)
+  // out = sum of scale[i] * rows[inverse[i] - first_row] for every bag in [begin, end), in rows of
+  // ld_out; i in [bags[bag], bags[bag + 1]), or i = bag where bags is null
   void (*pool)(const T* rows, int64_t dim, const PlanView&, int64_t first_row, const T* scale,
-               int64_t begin, int64_t end, T* out);
+               const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out);
   void (*backward)(const TableView<T>&, const PlanView&, const GradView<T>&, const CoreUpdate<T>& mid,
                    const BackwardChunk<T>&, T* scratch);
   void (*transpose_last)(const TableView<T>&, int64_t begin, int64_t end, T* out, T* scratch);
+  void (*restore_last)(const TableView<T>&, const T* transposed, T* out);
   // stores, or steps the core on, the gradient of its [rows, cols] slice at `offset`, in rows of ld
   void (*update)(const CoreUpdate<T>&, int64_t offset, const T* grad, int64_t rows, int64_t cols,
                  int64_t ld);

@@ -31,6 +31,7 @@ def random_table(rng: random.Random, name: str) -> TTTable:
 
 def check_one(seed: int) -> None:
     rng = random.Random(seed)
+    torch.manual_seed(seed)
     tables = [random_table(rng, f"t{i}") for i in range(rng.choice((1, 1, 1, 2, 5)))]
     one_dim = len({table.shape.embedding_dim for table in tables}) == 1
     lookup = Lookup(tables, pooling=rng.choice(("sum", "mean", "none" if one_dim else "sum")))

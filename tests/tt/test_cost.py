@@ -174,11 +174,11 @@ SMALL = TTShape(  # slices: head [2, 5], mid [5, 3, 7], last [7, 4]
 )
 
 
-def test_chunks_are_of_8_million_flops_and_16_at_most() -> None:
+def test_chunks_are_of_24_million_flops_and_16_at_most() -> None:
     row, prefix = 2 * 24 * 8, 2 * 6 * 5 * 8  # rank 7 is padded to 8
     assert num_chunks(SMALL, num_rows=10, num_prefixes=5) == 1
-    assert num_chunks(SMALL, num_rows=1000, num_prefixes=50_000) == (
-        (1000 * row + 50_000 * prefix) // 8_000_000
+    assert num_chunks(SMALL, num_rows=1000, num_prefixes=150_000) == (
+        (1000 * row + 150_000 * prefix) // 24_000_000
     )
     assert num_chunks(SMALL, num_rows=10**6, num_prefixes=10**6) == 16
     assert num_chunks(SMALL, num_rows=10**6, num_prefixes=4) == 4
@@ -212,7 +212,7 @@ def test_step_cost_by_hand() -> None:
 
 
 def test_workspace_by_hand() -> None:
-    """One chunk, two threads: rank 7 is padded to 8, and 32 // 2 prefixes are taken at once."""
+    """One chunk, two threads: ranks 5 and 7 are padded to 8; 32 // 2 prefixes are taken at once."""
     mid, last, product = 5 * 3 * 8, 4 * 8, 6 * 8
     workspace = workspace_bytes(
         SMALL, num_indices=100, num_rows=20, num_prefixes=6, num_bags=50, num_threads=2
@@ -220,7 +220,8 @@ def test_workspace_by_hand() -> None:
     call = 8 * 51 + 4 * 4 * last
     assert workspace.kept == 24 * 100 + 40
     assert workspace.plan == 100 * (2 * 4 + 4) + 2 * 8 * 2048
-    assert workspace.forward == call + 4 * 20 * 24 + 4 * (product + mid + last)
+    scratch = 16 * (10 + product) + mid + last
+    assert workspace.forward == call + 4 * 20 * 24 + 4 * scratch
     sums = 4 * (2 * 10 + 4 * last + 2 * mid) + 2 + 4
-    scratch = 4 * (product * 17 + 2 * mid + 16 * (24 + last) + 24)
-    assert workspace.backward == call + 8 * 100 + sums + scratch
+    scratch += 16 * (product + 2 * 8) + mid + 3 * 8 * 8 + 16 * (24 + last) + 24
+    assert workspace.backward == call + 8 * 100 + sums + 4 * scratch

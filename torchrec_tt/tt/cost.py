@@ -7,8 +7,8 @@ from torchrec_tt.tt.shape import TTShape
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 MAX_CHUNKS = 16  # of a table's prefixes in one call: kMaxChunks in csrc/cpu/call.cpp
-CHUNK_FLOPS = 8e6  # of the forward, about those of a chunk: kFlopsPerChunk there
-ROWS_AT_ONCE, OUTER_DEPTH = 16, 32  # kRowsAtOnce and kOuterDepth in csrc/cpu/kernels.h
+CHUNK_FLOPS = 24e6  # of the forward, about those of a chunk: kFlopsPerChunk there
+ROWS_AT_ONCE, HEAD_ROWS_AT_ONCE = 16, 32  # kRowsAtOnce, kHeadRowsAtOnce in csrc/cpu/kernels.h
 FLOPS_PER_BYTE = 8  # what the time to move a byte would compute: 60 GFLOP/s beside 8 GB/s
 CACHE_BYTES = 2**19  # of one processor core, faster than that
 
@@ -227,7 +227,8 @@ def workspace_bytes(
         call += 4 * num_heads * sizes.head + 8 * num_prefixes + places
     heads = num_heads if four else shape.row_factors[0]
     scales = 4 * num_indices if is_scaled else 0
-    forward_scratch = 4 * workers * (sizes.product + sizes.mid + sizes.last + widened)
+    scratch = sizes.at_once * (sizes.head + sizes.product) + sizes.mid + sizes.last + widened
+    forward_scratch = 4 * workers * scratch
     # With 2 cores a chunk has heads of its own; memory that is never touched is never there.
     head_sums = (1 if shape.num_cores == 2 else chunks) * heads * sizes.head
     sums = 4 * (head_sums + chunks * (m_last * sizes.last + 2 * sizes.mid))
@@ -236,11 +237,12 @@ def workspace_bytes(
         4
         * workers
         * (
-            sizes.product * (1 + sizes.prefixes_at_once)
-            + 2 * sizes.mid
+            scratch
+            + sizes.at_once * (sizes.product + sizes.grad_head)
+            + sizes.mid
+            + sizes.mid_transposed
             + ROWS_AT_ONCE * (shape.embedding_dim + sizes.last)
             + shape.embedding_dim
-            + widened
         )
     )
     outer_grads = 4 * sum(math.prod(core) for core in shape.core_shapes[:2]) if four else 0
@@ -264,23 +266,26 @@ class _SliceSizes:
     mid: int
     last: int
     product: int
-    prefixes_at_once: int
+    grad_head: int
+    mid_transposed: int
+    at_once: int  # prefixes that are taken together
     widened: int  # to float32, of cores of 16 bits
 
 
 def _slice_sizes(shape: TTShape, *, vector_bytes: int) -> _SliceSizes:
     n, r, has_mid = shape.col_factors, shape.tt_ranks, shape.num_cores > 2
-    rank = _round_up(r[-1], vector_bytes // 4)
     r_head, n_mid = (r[-2], n[-2]) if has_mid else (r[-1], 1)
+    rank, ld_head = (_round_up(width, vector_bytes // 4) for width in (r[-1], r_head))
     n_head = shape.embedding_dim // (n_mid * n[-1])
-    at_once = 4 if n_head >= OUTER_DEPTH // 4 else OUTER_DEPTH // n_head
     return _SliceSizes(
         head=n_head * r_head,
         mid=r_head * n_mid * rank,
         last=n[-1] * rank,
         product=n_head * n_mid * rank,
-        prefixes_at_once=at_once,
-        widened=at_once * n_head * r_head + r_head * n_mid * r[-1] + r[-1] * n[-1],
+        grad_head=n_head * ld_head,
+        mid_transposed=n_mid * rank * ld_head,
+        at_once=max(4, HEAD_ROWS_AT_ONCE // n_head),
+        widened=r_head * n_mid * r[-1] + r[-1] * n[-1],
     )
 
 
