@@ -55,6 +55,7 @@ lint: $(VENV)/.installed
 
 bench: build
 	$(BIN)/python benchmarks/embedding_bag.py
+	$(BIN)/python benchmarks/floors.py
 
 # The operators' tests on a library with AddressSanitizer and UndefinedBehaviorSanitizer (minutes to build).
 sanitize: build

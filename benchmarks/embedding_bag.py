@@ -1,16 +1,19 @@
 """Times the CPU lookup beside its rivals in one run: forward, and forward + backward + SGD step.
 
 Methods: ours (`tt`), a bmm per index in plain PyTorch (what TT-Rec's kernel does, chunked to bound
-its memory), the same once per distinct id (`dedupe`), nn.EmbeddingBag with a sparse gradient, and
-FBGEMM's TBE; the last two on the uncompressed table. They take turns on the same batches, caches
-are flushed before every call, and medians are printed. `--json` writes a list of records: method,
-batch_size, pooling, dim, rank, order, threads, isa, forward_ms, train_ms.
+its memory), the same once per distinct id (`dedupe`), TensorLy-Torch's layer (`tltorch`, if it is
+installed), nn.EmbeddingBag with a sparse gradient, and FBGEMM's TBE; the last two on the
+uncompressed table. They take turns on the same batches, caches are flushed before every call, and
+medians are printed, for `tt` with the share of the arithmetic peak of the threads' cores, which is
+measured in the same run. `--json` writes a list of records: method, batch_size, pooling, dim, rank,
+order, threads, isa, forward_ms, train_ms.
 
     OMP_NUM_THREADS=1 python benchmarks/embedding_bag.py --json speed.json
 """
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -22,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
-from torchrec_tt.ops.embedding_bag import cpu_isa
+from torchrec_tt.ops.embedding_bag import cpu_isa, cpu_peak_gflops
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cores import rows as tt_rows
+from torchrec_tt.tt.cost import lookup_flops
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.init import init_cores_
 from torchrec_tt.tt.shape import TTShape
@@ -98,6 +102,33 @@ def dedupe_step(shape: TTShape) -> Step:
     return step
 
 
+def tltorch_step(shape: TTShape) -> Step:
+    import tltorch
+
+    layer = tltorch.FactorizedEmbedding(
+        shape.num_rows_padded,
+        shape.embedding_dim,
+        auto_tensorize=False,
+        tensorized_num_embeddings=shape.row_factors,
+        tensorized_embedding_dim=shape.col_factors,
+        factorization="blocktt",
+        rank=(1, *shape.tt_ranks, 1),
+    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE)
+
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        with torch.set_grad_enabled(train):
+            rows = layer(indices)
+            bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+            output = torch.zeros_like(grad_output).index_add(0, bags, rows)
+        if train:
+            output.backward(grad_output)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
 def embedding_bag_step(shape: TTShape) -> Step:
     module = nn.EmbeddingBag(
         shape.num_embeddings,
@@ -155,6 +186,7 @@ STEPS = {
     "tt": tt_step,
     "bmm": bmm_step,
     "dedupe": dedupe_step,
+    "tltorch": tltorch_step,
     "embedding_bag": embedding_bag_step,
     "tbe": tbe_step,
 }
@@ -180,40 +212,61 @@ def make_batch(bags: int, pooling: int, *, order: str, exponent: float, dim: int
     return indices, offsets, torch.randn(bags, dim) * 0.01
 
 
-def measure(steps: dict[str, Step], batches: list[Batch], rounds: int) -> dict[str, dict]:
-    """Returns the median milliseconds of each method, forward and train."""
+def measure(
+    steps: dict[str, Step],
+    batches: list[Batch],
+    rounds: int,
+    *,
+    phases: tuple[str, ...] = ("forward", "train"),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, dict]:
+    """Returns the median milliseconds of each method in every phase."""
     flush = torch.ones(12 * 2**20)
-    times: dict = {name: {"forward": [], "train": []} for name in steps}
+    times: dict = {name: {phase: [] for phase in phases} for name in steps}
     for turn in range(rounds + 1):  # the first one warms up
         for batch in batches:
             for name, step in steps.items():
-                for phase in ("forward", "train"):
+                for phase in phases:
                     flush.add_(0.0)
-                    begin = time.perf_counter()
+                    begin = clock()
                     step(*batch, train=phase == "train")
                     if turn:
-                        times[name][phase].append(1e3 * (time.perf_counter() - begin))
+                        times[name][phase].append(1e3 * (clock() - begin))
     return {
         name: {phase: statistics.median(values) for phase, values in phases.items()}
         for name, phases in times.items()
     }
 
 
+def step_flops(shape: TTShape, indices: Tensor) -> float:
+    """Returns what our kernels compute in a training step: distinct rows and prefixes once."""
+    rows = indices.unique()
+    prefixes = (rows // shape.row_factors[-1]).unique()
+    heads = (prefixes // shape.row_factors[-2]).unique()
+    flops = lookup_flops(
+        shape, num_rows=len(rows), num_prefixes=len(prefixes), num_heads=len(heads)
+    )
+    return flops.forward + flops.backward
+
+
 def run(args: argparse.Namespace, *, shape: TTShape, size: str) -> list[dict]:
     """Times every method at one shape and batch; prints a line each and returns the records."""
     bags, pooling = map(int, size.split("x"))
-    steps = {name: STEPS[name](shape) for name in args.methods.split(",")}
+    steps = {name: STEPS[name](shape) for name in args.methods}
     batches = [
         make_batch(bags, pooling, order=args.order, exponent=args.zipf, dim=shape.embedding_dim)
         for _ in range(args.batches)
     ]
     times = measure(steps, batches, args.rounds)
+    gflop = 1e-9 * statistics.median(step_flops(shape, batch[0]) for batch in batches)
+    peak_ms = 1e3 * gflop / (args.threads * cpu_peak_gflops())
     records = []
     for name, t in times.items():
         ratio = t["train"] / times.get("tt", t)["train"]
+        share = f"{100 * peak_ms / t['train']:>6.0f}" if name == "tt" else ""
         print(
             f"{size:>10} {shape.embedding_dim:>4} {shape.tt_ranks[0]:>4} {name:>14}"
-            f" {t['forward']:>11.2f} {t['train']:>9.2f} {ratio:>10.2f}",
+            f" {t['forward']:>11.2f} {t['train']:>9.2f} {ratio:>10.2f} {share}",
             flush=True,
         )
         records.append(
@@ -255,7 +308,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="different ones")
     parser.add_argument("--rounds", type=int, default=3, help="through the batches, counted")
     parser.add_argument("--json", help="also write the records to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.methods = args.methods.split(",")
+    if "tltorch" in args.methods and importlib.util.find_spec("tltorch") is None:
+        print("tltorch is left out: it is not installed (pip install tensorly-torch)")
+        args.methods.remove("tltorch")
+    return args
 
 
 def main() -> None:
@@ -271,7 +329,7 @@ def main() -> None:
     )
     print(
         f"{'bags':>10} {'dim':>4} {'rank':>4} {'method':>14} {'forward ms':>11} {'train ms':>9}"
-        f" {'train / tt':>10}"
+        f" {'train / tt':>10} {'% peak':>6}"
     )
     records = []
     for dim in args.dims.split(","):

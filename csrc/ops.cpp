@@ -22,4 +22,5 @@ STABLE_TORCH_LIBRARY(torchrec_tt, m) {
       " float learning_rate, float eps, float beta1, float beta2, float weight_decay,"
       " bool decoupled_weight_decay, int[] rounding_seeds) -> ()");
   m.def("cpu_isa() -> str");
+  m.def("cpu_peak_gflops() -> float");
 }

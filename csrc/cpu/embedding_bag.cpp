@@ -1,5 +1,6 @@
 // Pooled TT lookup on the CPU: forward, dense core gradients, and gradients with the update.
 #include <algorithm>
+#include <chrono>
 
 #include "call.h"
 #include "optimizer.h"
@@ -342,6 +343,23 @@ Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& p
 
 std::string cpu_isa() { return isa(); }
 
+// Of one core, in GFLOP/s: the best of some short runs, as others may be at work.
+double cpu_peak_gflops() {
+  using Clock = std::chrono::steady_clock;
+  constexpr int64_t kRounds = 100'000;
+  const Kernels<float>& k = kernels<float>();
+  double best = 0;
+  volatile float kept;
+  for (int run = 0; run < 20; run++) {
+    const auto begin = Clock::now();
+    kept = k.multiply_adds(kRounds);
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    best = std::max(best, 2e-9 * kRounds * kSumsOfPeak * k.width / seconds);
+  }
+  static_cast<void>(kept);
+  return best;
+}
+
 }  // namespace
 }  // namespace torchrec_tt
 
@@ -353,4 +371,5 @@ STABLE_TORCH_LIBRARY_IMPL(torchrec_tt, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_tt, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&torchrec_tt::cpu_isa));
+  m.impl("cpu_peak_gflops", TORCH_BOX(&torchrec_tt::cpu_peak_gflops));
 }

@@ -5,6 +5,7 @@
 //   grad last += P^T R,  grad P += R last^T;  then  grad mid += head^T grad P,  grad head += grad P mid^T.
 #pragma once
 
+#include "peak.h"
 #include "prefix_batch.h"
 #include "update.h"
 
@@ -295,8 +296,18 @@ static void head_grad1(const HeadPair<T>& h, int64_t digit, const T* grad_head, 
 
 template <typename T>
 constexpr Kernels<T> make_kernels() {
-  return {kWidth<T>, &forward<T>, &pool<T>, &backward<T>, &transpose_last<T>, &restore_last<T>, &update<T>,
-          &add<T>,   &head_forward<T>, &head_grad0<T>, &head_grad1<T>};
+  return {kWidth<T>,
+          &forward<T>,
+          &pool<T>,
+          &backward<T>,
+          &transpose_last<T>,
+          &restore_last<T>,
+          &update<T>,
+          &add<T>,
+          &head_forward<T>,
+          &head_grad0<T>,
+          &head_grad1<T>,
+          &multiply_adds<T>};
 }
 
 }  // namespace torchrec_tt::TT_ISA

@@ -129,6 +129,8 @@ struct ChunkScratch {
   }
 };
 
+constexpr int kSumsOfPeak = 12;  // more than a multiply-add's latency times its throughput, 4 x 2
+
 // The two outer cores of a 4-core table, whose products are the heads.
 template <typename T>
 struct HeadPair {
@@ -167,6 +169,8 @@ struct Kernels {
                      T* scratch);
   void (*head_grad1)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad1,
                      T* scratch);
+  // `rounds` times kSumsOfPeak multiply-adds of vectors in registers; the result means nothing
+  T (*multiply_adds)(int64_t rounds);
 };
 
 extern const Kernels<float> kGenericFloat;

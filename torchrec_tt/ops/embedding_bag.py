@@ -213,6 +213,11 @@ def cpu_isa() -> str:
     return operators().cpu_isa()
 
 
+def cpu_peak_gflops() -> float:
+    """Returns what one core can compute here, in GFLOP/s: multiply-adds of registers alone."""
+    return operators().cpu_peak_gflops()
+
+
 @register_fake("plan")
 def _fake_plan(
     indices: Tensor, offsets: Tensor, tables: list[int], feature_tables: list[int], check_mode: str
