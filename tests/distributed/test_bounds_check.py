@@ -111,3 +111,60 @@ def test_lengths_that_cannot_be_are_refused_before_they_are_cut(one_rank: Ranks,
     rule = "lengths must be in [0, 8], the number of ids, got "
     expected = [rule + "-1 to 3", rule + f"1 to {2**31 - 1}"]
     assert one_rank.run(messages_of_lengths, kind) == [expected]
+
+
+def features_with(keys: list[str], weights: Tensor | None = None) -> KeyedJaggedTensor:
+    """One sample with one id per feature: its place in KEYS."""
+    values = torch.tensor([KEYS.index(key) for key in keys])
+    return KeyedJaggedTensor(
+        keys=keys, values=values, lengths=torch.ones(len(keys), dtype=torch.int64), weights=weights
+    )
+
+
+def messages_of_keys(rank: int) -> list[str]:
+    model, _ = sharded(unsharded(), KINDS)
+    messages = []
+    for keys in (KEYS[:3], KEYS, KEYS[::-1], KEYS[:3]):
+        try:
+            model.module.ebc(features_with(keys))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_keys_that_are_missing_or_not_the_first_batchs_are_refused(one_rank: Ranks) -> None:
+    """TorchRec notes each feature's place at the first batch, and would mix features up later."""
+    every, first = KEYS[:3], "features must have the keys of the first batch in its order"
+    assert one_rank.run(messages_of_keys) == [
+        [
+            f"features must have a key for every feature of the tables, got {every} without ['f3']",
+            f"{first}, {KEYS}, got {KEYS[::-1]}",
+            f"{first}, {KEYS}, got {KEYS[:3]}",
+        ]
+    ]
+
+
+def outputs_with_weights(rank: int, kind: str) -> tuple[Tensor, Tensor]:
+    model, _ = sharded(unsharded(), dict.fromkeys(["t0", "t1", "r0", "r1"], kind))
+    weights = torch.arange(2.0, 6.0)
+    return tuple(
+        model.module.ebc(features_with(KEYS, w)).values().detach() for w in (weights, None)
+    )
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
+def test_weights_count_for_nothing_in_an_unweighted_collection(one_rank: Ranks, kind: str) -> None:
+    ((weighted, plain),) = one_rank.run(outputs_with_weights, kind)
+    torch.testing.assert_close(weighted, plain)
+
+
+def message_without_weights(rank: int) -> str:
+    model, _ = sharded(unsharded(is_weighted=True), KINDS)
+    with pytest.raises(ValueError, match="features must have weights") as error:
+        model.module.ebc(features_with(KEYS)).values()
+    return str(error.value)
+
+
+def test_a_weighted_collection_wants_weights(one_rank: Ranks) -> None:
+    (message,) = one_rank.run(message_without_weights)
+    assert message.startswith("features must have weights for the weighted tables ['t")

@@ -4,7 +4,7 @@ Afterwards an id is the row of some block, and one that was out of range cannot 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,6 +58,29 @@ class RowWiseBoundsCheck:
             warnings.warn(f"{message}: such ids read row 0 (this is said once)", stacklevel=2)
 
 
+def check_keys(features: KeyedJaggedTensor, *, needed: Iterable[str]) -> None:
+    """Raises ValueError where a feature that a table reads is not there."""
+    keys = features.keys()
+    missing = [name for name in needed if name not in keys]
+    if missing:
+        raise ValueError(
+            f"features must have a key for every feature of the tables, got {keys} "
+            f"without {missing}"
+        )
+
+
+def check_keys_again(features: KeyedJaggedTensor, *, first: Sequence[str]) -> None:
+    """Raises ValueError for other keys than the first batch had.
+
+    TorchRec notes their places there, and would take one feature for another now.
+    """
+    if features.keys() != first:
+        raise ValueError(
+            f"features must have the keys of the first batch in its order, {list(first)}, "
+            f"got {features.keys()}"
+        )
+
+
 def check_lengths(features: KeyedJaggedTensor) -> None:
     """Raises ValueError for lengths that cannot be, where they are on the CPU.
 
@@ -73,6 +96,19 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
             f"lengths must be in [0, {num_ids}], the number of ids, got {int(smallest)} to "
             f"{int(largest)}"
         )
+
+
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns features that FBGEMM's kernels, asked or not, cannot weight."""
+    if features.weights_or_none() is None:
+        return features
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=features.lengths(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+    )
 
 
 def _with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:

@@ -16,7 +16,6 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt.distributed.bounds_check import check_lengths
 from torchrec_tt.distributed.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
@@ -121,11 +120,11 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
 
         Raises:
             ValueError: if features of variable batch size do not say where their samples belong, or
-                a length is negative or too large.
+                a length is negative or too large, or the keys are not those of the first batch.
         """
         if isinstance(features, KeyedJaggedTensor):
             check_inverse_indices(features)
-            check_lengths(features)
+            self._check_features(features)
         return super().input_dist(ctx, features)
 
     @property

@@ -78,6 +78,11 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]; unpooled [N, D]
         weights = features.weights_or_none() if self._config.is_weighted else None
+        if weights is None and self._config.is_weighted:
+            tables = [table.name for table in self._config.embedding_tables]
+            raise ValueError(
+                f"features must have weights for the weighted tables {tables}, got none"
+            )
         return self._emb_module(
             features.values(),
             features.offsets(),

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_tt.distributed.bounds_check import check_lengths
+from torchrec_tt.distributed.bounds_check import without_weights
 from torchrec_tt.distributed.even_output_dist import EvenOutputDist
 from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_mean
 from torchrec_tt.distributed.sharded_collection import (
@@ -124,10 +124,12 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
 
         Raises:
             ValueError: if features of variable batch size do not say where their bags belong, or
-                a length is negative or too large.
+                a length is negative or too large, or the keys are not those of the first batch.
         """
         features = with_one_batch_size(maybe_td_to_kjt(features, None))
-        check_lengths(features)
+        self._check_features(features)
+        if not self._is_weighted:
+            features = without_weights(features)
         ctx.divisor = self._row_wise_mean.divisor(features)
         return super().input_dist(ctx, features)
 

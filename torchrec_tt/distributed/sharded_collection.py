@@ -19,8 +19,10 @@ from torchrec.distributed.train_pipeline.runtime_forwards import (
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.applied_optimizer import check_applied_optimizers
+from torchrec_tt.distributed.bounds_check import check_keys, check_keys_again, check_lengths
 from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
 from torchrec_tt.distributed.fused_optimizer import (
     core_optimizer_config,
@@ -107,6 +109,14 @@ class ShardedTTCollection(nn.Module):
     def input_dist(self, *args: Any, **kwargs: Any) -> Any:
         self._check_pipeline()
         return super().input_dist(*args, **kwargs)
+
+    def _check_features(self, features: KeyedJaggedTensor) -> None:
+        """Raises ValueError for features that TorchRec's distribution would not cut right."""
+        if self._has_uninitialized_input_dist:
+            check_keys(features, needed=[n for c in self._configs() for n in c.feature_names])
+            self._first_keys = list(features.keys())
+        check_keys_again(features, first=self._first_keys)
+        check_lengths(features)
 
     def _check_pipeline(self) -> None:
         """Raises NotImplementedError under a pipeline that cannot train TT tables."""
