@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.ops.reference import Batch, dense_lookup, make_lookup
+from tests.ops.reference import Batch, big_batch, dense_lookup, make_lookup
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
@@ -82,6 +82,33 @@ def test_replicas_are_reduced_although_this_one_had_no_ids():
     module(torch.empty(0, dtype=torch.int64), torch.zeros(7, dtype=torch.int64)).sum().backward()
     assert len(calls) == 1
     assert all(not grad.any() for grad in calls[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_steps_do_not_depend_on_the_number_of_threads(optimizer, dtype):
+    lookup, cores, indices, offsets = big_batch()
+    weights = torch.linspace(0.1, 1.0, len(indices))
+    config = TTOptimizerConfig(optimizer=optimizer, learning_rate=0.01)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 2, 1):
+            torch.set_num_threads(threads)
+            module = TTTableBatchedEmbeddingBags(lookup.tables, dtype=dtype, optimizer=config)
+            with torch.no_grad():
+                for core, value in zip(module.all_cores(), cores, strict=True):
+                    core.copy_(value)
+            own_weights = weights.clone().requires_grad_()
+            for _ in range(2):
+                module(indices, offsets, per_sample_weights=own_weights).square().sum().backward()
+            states = [*module.all_cores(), *module.optimizer.states()]
+            results.append([own_weights.grad, *(state.detach() for state in states)])
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
 def test_weights_are_cast_to_the_cores_and_get_their_gradient():

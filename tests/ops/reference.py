@@ -79,6 +79,35 @@ class Batch:
         return Batch(torch.cat(indices), offsets, weights.requires_grad_())
 
 
+def big_batch() -> tuple[Lookup, list[Tensor], Tensor, Tensor]:
+    """Enough work for every table to be cut into several chunks, some within one mid slice."""
+    shapes = [
+        TTShape(
+            num_embeddings=m[0] * m[1] * m[2],
+            embedding_dim=64,
+            row_factors=m,
+            col_factors=(4, 4, 4),
+            tt_ranks=(32, 32),
+        )
+        for m in ((40, 44, 50), (60, 3, 70))
+    ]
+    four = TTShape(
+        num_embeddings=12**4,
+        embedding_dim=16,
+        row_factors=(12,) * 4,
+        col_factors=(2,) * 4,
+        tt_ranks=(16, 16, 16),
+    )
+    tables = [TTTable(name=f"t{i}", shape=s) for i, s in enumerate([*shapes, four])]
+    lookup = Lookup(tables)
+    generator = torch.Generator().manual_seed(3)
+    batch_size = 8000
+    indices = torch.cat(
+        [torch.randint(0, t.block_size, (batch_size,), generator=generator) for t in tables]
+    )
+    return lookup, make_cores(lookup), indices, torch.arange(3 * batch_size + 1)
+
+
 def dense_lookup(
     cores: list[Tensor], batch: Batch, *, lookup: Lookup, weights: Tensor | None = None
 ) -> Tensor:

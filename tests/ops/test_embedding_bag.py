@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from tests.ops.reference import SHAPES, Batch, dense_lookup, make_cores, make_lookup
+from tests.ops.reference import SHAPES, Batch, big_batch, dense_lookup, make_cores, make_lookup
 from torchrec_tt.ops.embedding_bag import (
     cpu_isa,
     cpu_peak_gflops,
@@ -17,7 +17,7 @@ from torchrec_tt.ops.embedding_bag import (
 )
 from torchrec_tt.ops.lookup import Lookup, TTTable
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
-from torchrec_tt.tt.cores import rows
+from torchrec_tt.tt.cores import dense, rows
 from torchrec_tt.tt.shape import TTShape
 
 ALL = list(SHAPES)
@@ -170,7 +170,8 @@ def test_u30_int32_and_int64_ids_and_offsets_give_the_same(indices_dtype, offset
     assert torch.equal(output, expected)
 
 
-def test_u30_rows_beyond_int32_are_looked_up_and_trained():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_u30_rows_beyond_int32_are_looked_up_and_trained(dtype):
     shape = TTShape(
         num_embeddings=2**31 + 10,
         embedding_dim=8,
@@ -179,7 +180,7 @@ def test_u30_rows_beyond_int32_are_looked_up_and_trained():
         tt_ranks=(2, 2),
     )
     lookup = Lookup([TTTable(name="t", shape=shape)])
-    cores = make_cores(lookup, dtype=torch.float64)
+    cores = make_cores(lookup, dtype=dtype)
     ids = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 9])
     output = embedding_bag(ids, torch.arange(5), cores=cores, lookup=lookup)
     expected = rows(cores, ids, shape=shape)
@@ -299,35 +300,6 @@ def test_offsets_other_than_the_plans_raise():
             )
 
 
-def big_batch() -> tuple[Lookup, list, torch.Tensor, torch.Tensor]:
-    """Enough work for every table to be cut into several chunks, some within one mid slice."""
-    shapes = [
-        TTShape(
-            num_embeddings=m[0] * m[1] * m[2],
-            embedding_dim=64,
-            row_factors=m,
-            col_factors=(4, 4, 4),
-            tt_ranks=(32, 32),
-        )
-        for m in ((40, 44, 50), (60, 3, 70))
-    ]
-    four = TTShape(
-        num_embeddings=12**4,
-        embedding_dim=16,
-        row_factors=(12,) * 4,
-        col_factors=(2,) * 4,
-        tt_ranks=(16, 16, 16),
-    )
-    tables = [TTTable(name=f"t{i}", shape=s) for i, s in enumerate([*shapes, four])]
-    lookup = Lookup(tables)
-    generator = torch.Generator().manual_seed(3)
-    batch_size = 8000
-    indices = torch.cat(
-        [torch.randint(0, t.block_size, (batch_size,), generator=generator) for t in tables]
-    )
-    return lookup, make_cores(lookup), indices, torch.arange(3 * batch_size + 1)
-
-
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads():
     lookup, cores, indices, offsets = big_batch()
@@ -360,23 +332,53 @@ def test_mid_slices_shared_by_chunks_get_all_of_their_gradient():
         torch.testing.assert_close(grad.double(), want, rtol=0, atol=1e-5 * largest)
 
 
-def test_a_row_is_the_same_whatever_else_is_in_the_batch():
-    lookup = make_lookup("3 cores, aligned")
-    cores = make_cores(lookup)
-    everything = embedding_bag(torch.arange(334), torch.arange(335), cores=cores, lookup=lookup)
-    for i in (0, 100, 333):
-        alone = embedding_bag(torch.tensor([i]), torch.arange(2), cores=cores, lookup=lookup)
-        assert torch.equal(alone[0], everything[i])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_is_the_same_whatever_else_is_in_the_batch(name, dtype):
+    lookup = make_lookup(name)
+    cores = make_cores(lookup, dtype=dtype)
+    num_rows = lookup.tables[0].block_size
+    generator = torch.Generator().manual_seed(2)
+
+    def look_up(ids):
+        return embedding_bag(ids, torch.arange(len(ids) + 1), cores=cores, lookup=lookup)
+
+    everything = look_up(torch.arange(num_rows))
+    for count in (1, 1, 1, 2, 3, 17, 100):
+        ids = torch.randint(0, num_rows, (count,), generator=generator)
+        assert torch.equal(look_up(ids), everything[ids])
 
 
-def test_one_bag_of_many_equal_ids():
+@pytest.mark.slow
+def test_a_row_is_the_same_in_a_batch_of_one_table_or_of_several_in_chunks():
+    lookup, cores, indices, _ = big_batch()
+    outputs = embedding_bag(indices, torch.arange(len(indices) + 1), cores=cores, lookup=lookup)
+    parts = outputs.split([t.shape.embedding_dim for t in lookup.tables], dim=1)
+    ids = indices.view(len(lookup.tables), -1)
+    for k, table in enumerate(lookup.tables):
+        own = cores[3 * k :][: table.shape.num_cores]
+        for some in (slice(0, 3), slice(0, None, 97), slice(1000, None, 3)):
+            alone = embedding_bag(
+                ids[k][some],
+                torch.arange(len(ids[k][some]) + 1),
+                cores=own,
+                lookup=Lookup([table]),
+            )
+            assert torch.equal(alone, parts[k][some])
+
+
+@pytest.mark.parametrize("num_distinct", [1, 58])
+def test_one_bag_of_a_million_ids(num_distinct):
     lookup = make_lookup("3 cores")
     cores = make_cores(lookup, dtype=torch.float64)
-    ids = torch.full((1_000_000,), 9)
+    ids = torch.arange(1_000_000) % num_distinct
     output = embedding_bag(ids, torch.tensor([0, 1_000_000]), cores=cores, lookup=lookup)
-    torch.testing.assert_close(
-        output[0], 1e6 * rows(cores, ids[:1], shape=lookup.tables[0].shape)[0]
-    )
+    table = dense(cores, shape=lookup.tables[0].shape)
+    expected = ids.bincount(minlength=58).double() @ table[:58]
+    torch.testing.assert_close(output[0], expected)
+    cotangent = torch.randn_like(expected)
+    grads = torch.autograd.grad(output, cores, cotangent[None])
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, cores, cotangent))
 
 
 @pytest.mark.parametrize("name", ["2 cores, wide", "3 cores", "4 cores"])
