@@ -5,10 +5,19 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.reference import Batch, dense_lookup, make_cores
-from torchrec_tt.ops.embedding_bag import cpu_isa, embedding_bag, sum_dtype
+from torchrec_tt.ops.embedding_bag import (
+    cpu_isa,
+    embedding_bag,
+    embedding_bag_backward_dense,
+    embedding_bag_backward_update,
+    plan,
+    sum_dtype,
+)
 from torchrec_tt.ops.lookup import Lookup, TTTable
+from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 from torchrec_tt.tt.shape import TTShape
 
 
@@ -65,6 +74,47 @@ def check_one(seed: int) -> None:
             atol=64 * torch.finfo(b.dtype).eps * largest,
             msg=lambda text, name=name: f"seed {seed}, {name}, {tables}: {text}",
         )
+    optimizer = rng.choice(("sgd", "adagrad", "rowwise_adagrad"))
+    check_step(cores, batch, cotangent, lookup=lookup, weights=weights, optimizer=optimizer)
+
+
+def check_step(
+    cores: list[Tensor],
+    batch: Batch,
+    cotangent: Tensor,
+    *,
+    lookup: Lookup,
+    weights: Tensor | None,
+    optimizer: str,
+) -> None:
+    """A step in backward equals one on the dense gradients, which are those of the dense tables."""
+    config = TTOptimizerConfig(optimizer=optimizer, learning_rate=0.1, eps=1e-3)
+    fused = [core.detach().clone() for core in cores]
+    plain = [core.clone() for core in fused]
+    ours, theirs = CoreOptimizer(fused, config), CoreOptimizer(plain, config)
+    the_plan = plan(batch.indices, batch.offsets, lookup=lookup)
+    call = {
+        "offsets": batch.offsets,
+        "lookup": lookup,
+        "per_sample_weights": None if weights is None else weights.detach(),
+        "weights_grad": weights is not None,
+    }
+    ours_of_weights = embedding_bag_backward_update(
+        cotangent,
+        the_plan,
+        fused,
+        ours.states(),
+        optimizer=optimizer,
+        learning_rate=0.1,
+        eps=1e-3,
+        rounding_seeds=ours.rounding_seeds(),
+        **call,
+    )
+    grads, theirs_of_weights = embedding_bag_backward_dense(cotangent, the_plan, plain, **call)
+    theirs.step(plain, grads)
+    assert torch.equal(ours_of_weights, theirs_of_weights)
+    for core, other in zip([*fused, *ours.states()], [*plain, *theirs.states()], strict=True):
+        torch.testing.assert_close(core, other)
 
 
 def check_many(first: int, count: int) -> None:
