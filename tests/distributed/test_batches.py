@@ -183,3 +183,29 @@ def test_batches_of_every_form_train_as_the_unsharded(two_ranks: Ranks, form: st
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_every_form_train_on_two_nodes(two_nodes: Ranks, form: str) -> None:
     two_nodes.run(train_all, form, TWO_NODES)
+
+
+def without_places(rank: int, types: Sequence[str]) -> str:
+    """The message of a batch of variable sizes that does not say whose its bags are."""
+    meta = Concat(collection("tr", device="meta"))
+    plan = plan_for(meta, dict(zip(TABLES, types, strict=True)), [sharder()])
+    model = DistributedModelParallel(
+        meta, device=torch.device("cpu"), plan=plan, sharders=[sharder()]
+    )
+    sizes = {"f0": 2, "f1": 3, "f2": 2, "f3": 1}
+    strides = [[size] for size in sizes.values()]
+    features = to_kjt(
+        random_bags(sizes, seed=rank), is_weighted=False, stride_per_key_per_rank=strides
+    )
+    with pytest.raises(ValueError, match="VBE") as error:
+        model(features)
+    dist.barrier()  # nobody is stuck in a collective
+    return str(error.value)
+
+
+@pytest.mark.parametrize("types", TWO_RANKS)
+def test_variable_batch_sizes_without_their_places_are_refused(
+    two_ranks: Ranks, types: Sequence[str]
+) -> None:
+    for message in two_ranks.run(without_places, types):
+        assert "must have inverse_indices, got none" in message

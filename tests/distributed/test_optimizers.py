@@ -13,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import DataType
@@ -337,3 +338,24 @@ def warmed_up_steps(rank: int) -> None:
 
 def test_a_warm_up_sets_the_rate_of_every_step(two_nodes: Ranks) -> None:
     two_nodes.run(warmed_up_steps)
+
+
+def all_reduces(rank: int) -> int:
+    """How many there are in backward, where two tables are row-wise and two table-row-wise."""
+    types = dict(zip(KINDS, [*KINDS[1:3]] * 2, strict=True))
+    sharders = [TTEmbeddingBagCollectionSharder({**FUSED, **OPTIMIZERS["adam"][0]})]
+    meta = collection(device="meta")
+    plan = plan_for(meta, types, sharders)
+    model = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    loss = loss_of(outputs_of(model, features(0, ranks=range(rank, rank + 1))))
+    with CommDebugMode() as collectives:
+        loss.backward()
+    return collectives.get_comm_counts()[torch.ops.c10d.allreduce_]
+
+
+def test_core_gradients_of_all_tables_with_the_same_ranks_are_summed_at_once(
+    two_nodes: Ranks,
+) -> None:
+    counts = two_nodes.run(all_reduces)
+    assert max(counts) == 2
+    assert min(counts) >= 1  # a node may have none of the table-row-wise tables

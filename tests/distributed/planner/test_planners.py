@@ -2,10 +2,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -13,17 +14,19 @@ from torchrec.distributed.planner.types import (
     PlannerErrorType,
     Topology,
 )
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import ToyModel, tables
+from tests.distributed.toy_model import BATCH_SIZE, ToyModel, batches, kjt, tables
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner, tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 
 MIB = 1024**2
+TT_KINDS = ["data_parallel", "row_wise", "table_row_wise", "table_wise"]
 
 
 def planner(
@@ -146,3 +149,49 @@ def test_every_rank_gets_the_same_plan(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(collective_plan)
     assert first == second
     assert set(first) == {"r0", "t0", "r1", "t1"}
+
+
+def every_option(rank: int) -> list[str]:
+    """A model for each option that the planner has for a TT and a regular table runs and learns.
+
+    Returns the TT table's options.
+    """
+    world_size = dist.get_world_size()
+    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
+    sharders = [TTEmbeddingBagCollectionSharder()]
+    asked = {
+        "t0": ParameterConstraints(sharding_types=TT_KINDS),
+        "r0": ParameterConstraints(sharding_types=[kind.value for kind in ShardingType]),
+    }
+    enumerator = tt_planner(topology, batch_size=BATCH_SIZE, constraints=asked)._enumerator
+    options = enumerator.enumerate(toy(), sharders)
+    found = sorted(
+        {(o.name, o.sharding_type, o.compute_kernel) for o in options if o.name in asked}
+    )
+    (batch,) = batches(1, size=BATCH_SIZE * world_size)
+    features = kjt(batch, start=rank * BATCH_SIZE, stop=(rank + 1) * BATCH_SIZE)
+    for name, kind, kernel in found:
+        only = ParameterConstraints(sharding_types=[kind], compute_kernels=[kernel])
+        one = tt_planner(topology, batch_size=BATCH_SIZE, constraints={name: only})
+        meta = toy()
+        plan = one.collective_plan(meta, sharders, dist.group.WORLD)
+        model = DistributedModelParallel(
+            meta, device=torch.device("cpu"), plan=plan, sharders=sharders
+        )
+        own = [p for key, p in model.named_parameters() if f".{name}." in key and p.numel()]
+        before = [p.detach().clone() for p in own]
+        output = model(features)
+        assert output.isfinite().all()
+        output.sum().backward()
+        for old, new in zip(before, own, strict=True):
+            assert new.grad is not None or not torch.equal(old, new), (name, kind, kernel)
+    return [f"{kind} {kernel}" for name, kind, kernel in found if name == "t0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_u12_every_option_of_the_planner_builds_and_learns(
+    ranks: str, request: pytest.FixtureRequest
+) -> None:
+    for found in request.getfixturevalue(ranks).run(every_option):
+        assert found == [f"{kind} {TT_COMPUTE_KERNEL}" for kind in TT_KINDS]
