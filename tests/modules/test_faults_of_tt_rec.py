@@ -152,6 +152,18 @@ def test_7_gradients_that_are_views_give_what_their_copies_give():
         assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
 
 
+@pytest.mark.parametrize("optimizer", IN_BACKWARD)
+def test_7_steps_on_gradients_that_are_views_are_those_on_their_copies(optimizer):
+    for cotangent in (torch.randn(8, 8).T, torch.randn(1, 8).expand(8, 8)):
+        modules = []
+        for grad in (cotangent, cotangent.contiguous()):
+            module = make_module(5, 6, 7, optimizer=TTOptimizerConfig(optimizer=optimizer))
+            module(torch.arange(8), torch.arange(9)).backward(grad)
+            modules.append(module)
+        cores = [module.all_cores() for module in modules]
+        assert all(torch.equal(a, b) for a, b in zip(*cores, strict=True))
+
+
 def test_7_ids_out_of_range_and_unknown_optimizers_raise():
     module = make_module(5, 6, 7)
     for bad in (-1, 210, 2**40):
