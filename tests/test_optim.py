@@ -52,6 +52,12 @@ def test_one_adagrad_step_by_hand():
     assert optimizer.states()[0].tolist() == [[9.0, 0.0]]
 
 
+def test_empty_cores_raise():
+    core = torch.ones(3, 0)
+    with pytest.raises(ValueError, match=r"cores must be .* not empty, core 0 is not"):
+        CoreOptimizer([core], TTOptimizerConfig()).step([core], [core])
+
+
 def oracle(cores, config: TTOptimizerConfig) -> torch.optim.Optimizer:
     settings = {"lr": config.learning_rate, "eps": config.eps, "weight_decay": config.weight_decay}
     if config.optimizer == "adam":

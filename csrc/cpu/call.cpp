@@ -103,6 +103,21 @@ void take_cores(CallTable<T>& table, const std::vector<Tensor>& cores, size_t fi
   }
 }
 
+// Sizes and dtypes only: the values are those of the operator `plan`.
+void check_plan(const std::vector<Tensor>& plan) {
+  constexpr ScalarType kInt = ScalarType::Int, kLong = ScalarType::Long;
+  TT_CHECK(plan.size() == 6, "plan must hold 6 tensors, got ", plan.size());
+  const int64_t n = plan[0].numel();
+  const ScalarType types[] = {kInt, kInt, kLong, kInt, kInt, kLong};
+  const int64_t sizes[] = {n, n, n, n + 1, n + 1, 4};
+  for (int i = 0; i < 6; i++) {
+    TT_CHECK(plan[i].is_cpu() && plan[i].is_contiguous() && plan[i].numel() == sizes[i] &&
+                 is_type(plan[i], types[i]),
+             "plan must hold what the operator plan gives, tensor ", i, " must be contiguous, on the CPU, ",
+             types[i], " and of ", sizes[i], " elements");
+  }
+}
+
 }  // namespace
 
 template <typename T>
@@ -112,7 +127,7 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
               const std::string& pooling)
     : features(feature_tables, decode_tables(tables_flat), offsets_tensor.numel()),
       offsets(read_offsets(offsets_tensor)) {
-  TT_CHECK(plan_tensors.size() == 6, "plan must hold 6 tensors, got ", plan_tensors.size());
+  check_plan(plan_tensors);
   TT_CHECK(pooling == "sum" || pooling == "mean" || pooling == "none",
            "pooling must be sum, mean or none, got ", pooling);
   is_mean = pooling == "mean";

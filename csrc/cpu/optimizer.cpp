@@ -134,8 +134,9 @@ void step_cores_op(const std::vector<Tensor>& cores, const std::vector<Tensor>& 
     using T = decltype(zero);
     for (size_t i = 0; i < cores.size(); i++) {
       TT_CHECK(cores[i].is_cpu() && cores[i].is_contiguous() && cores[i].dim() == 2 &&
-                   is_type(cores[i], cores[0].scalar_type()),
-               "cores must be contiguous matrices on the CPU of one dtype, core ", i, " is not");
+                   cores[i].numel() > 0 && is_type(cores[i], cores[0].scalar_type()),
+               "cores must be contiguous matrices on the CPU of one dtype, not empty, core ", i,
+               " is not");
       TT_CHECK(grads[i].is_cpu() && grads[i].is_contiguous() &&
                    grads[i].numel() == cores[i].numel() && is_type(grads[i], kScalarType<T>),
                "grads must be contiguous, on the CPU, ", kScalarType<T>,

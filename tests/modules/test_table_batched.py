@@ -231,3 +231,12 @@ def test_blocks_outside_the_table_raise(block):
     shape = make_lookup("3 cores").tables[0].shape
     with pytest.raises(ValueError, match="row_offset and num_rows must be a block"):
         TTTable(name="t", shape=shape, row_offset=block[0], num_rows=block[1])
+
+
+def test_a_gradient_of_the_step_is_refused_before_anything_is_stepped():
+    module = make_module(optimizer=TTOptimizerConfig(learning_rate=1.0))
+    before = [core.detach().clone() for core in module.all_cores()]
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="create_graph must be False"):
+        module(batch.indices, batch.offsets).sum().backward(create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(module.all_cores(), before, strict=True))

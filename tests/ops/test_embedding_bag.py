@@ -300,6 +300,15 @@ def test_offsets_other_than_the_plans_raise():
             )
 
 
+def test_a_plan_of_other_dtypes_or_sizes_raises():
+    lookup = make_lookup("3 cores")
+    offsets = torch.tensor([0, 1, 3])
+    the_plan = plan(torch.tensor([0, 1, 2]), offsets, lookup=lookup)
+    for wrong in ([x.double() for x in the_plan], [x[:1] for x in the_plan], the_plan[:5]):
+        with pytest.raises(ValueError, match="plan must hold"):
+            embedding_bag_forward(wrong, make_cores(lookup), offsets=offsets, lookup=lookup)
+
+
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads():
     lookup, cores, indices, offsets = big_batch()

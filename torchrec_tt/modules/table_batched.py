@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torchrec_tt.ops.embedding_bag import (
     check_tensors,
@@ -141,7 +140,6 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             self, batch_plan, offsets.contiguous(), weights, cores, trained
         )
 
-    @torch.no_grad()
     def _step(
         self, grad_output: Tensor, batch_plan: list[Tensor], cores: list, call: dict[str, Any]
     ) -> Tensor:
@@ -205,17 +203,21 @@ class _StepInBackward(torch.autograd.Function):
         cores: list[nn.Parameter],
         trained: nn.Parameter,
     ) -> Tensor:
-        ctx.module, ctx.plan, ctx.cores = module, batch_plan, cores
+        ctx.module, ctx.plan, ctx.offsets, ctx.cores = module, batch_plan, offsets, cores
         ctx.versions = [core._version for core in cores] if ctx.needs_input_grad[5] else None
-        ctx.save_for_backward(offsets, weights)
+        if weights is not None:
+            ctx.save_for_backward(weights)
         return embedding_bag_forward(
             batch_plan, cores, offsets=offsets, lookup=module.lookup, per_sample_weights=weights
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:
-        offsets, weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph must be False where cores are stepped in backward, got True"
+            )
+        weights = next(iter(ctx.saved_tensors), None)
         cores, module = ctx.cores, ctx.module
         if ctx.versions != [core._version for core in cores]:
             raise RuntimeError(
@@ -224,7 +226,7 @@ class _StepInBackward(torch.autograd.Function):
                 "before the next lookup"
             )
         call = {
-            "offsets": offsets,
+            "offsets": ctx.offsets,
             "lookup": module.lookup,
             "per_sample_weights": weights,
             "weights_grad": ctx.needs_input_grad[3],
