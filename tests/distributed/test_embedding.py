@@ -37,6 +37,7 @@ from tests.distributed.toy_sequence_model import (
     sharder,
     unsharded,
 )
+from torchrec_tt.distributed.embedding import ShardedTTEmbeddingCollection
 
 pytestmark = pytest.mark.slow
 
@@ -363,9 +364,15 @@ def test_what_a_sequence_table_cannot_have_is_refused_on_every_rank(
     assert re.search(message, first), first
 
 
-def test_resharding_in_place_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="load it under the new plan"):
-        sharder().reshard(None, {}, None)
+def reshard(rank: int, kind: str) -> None:
+    model = sharded(unsharded(), {"t0": kind, "t1": kind})[0]
+    (collection,) = (m for m in model.modules() if isinstance(m, ShardedTTEmbeddingCollection))
+    with pytest.raises(NotImplementedError, match=r"got \['t0', 't1'\]; save it with"):
+        sharder().reshard(collection, {}, None)
+
+
+def test_resharding_in_place_is_refused(one_rank: Ranks) -> None:
+    one_rank.run(reshard, TW)
 
 
 def planned(rank: int) -> dict[str, tuple[str, str]]:

@@ -240,6 +240,7 @@ def two_dimensional_message(rank: int) -> str:
 def test_2d_parallelism_is_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run(two_dimensional_message):
         assert "ShardingEnv2D" in message
+        assert "got ['t0'" in message
 
 
 def reshard_message(rank: int) -> str:
@@ -257,6 +258,7 @@ def reshard_message(rank: int) -> str:
 def test_resharding_in_place_is_refused_on_every_rank(two_ranks: Ranks) -> None:
     for message in two_ranks.run(reshard_message):
         assert "torch.distributed.checkpoint" in message
+        assert "got ['t0'" in message
 
 
 def forward_backward(rank: int, kinds: list[str], world_size: int) -> None:

@@ -20,6 +20,7 @@ from torchrec_tt.distributed.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
     ShardedTTCollection,
+    refuse_resharding,
     shapes_of,
     tell_shapes,
 )
@@ -167,11 +168,10 @@ class TTEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def shardable_parameters(self, module: TTEmbeddingCollection) -> dict[str, nn.Parameter]:
         return shardable_parameters(module)
 
-    def reshard(self, *args: Any, **kwargs: Any) -> ShardedTTEmbeddingCollection:
-        raise NotImplementedError(
-            "resharding a TTEmbeddingCollection in place is not supported; save it with "
-            "torch.distributed.checkpoint and load it under the new plan"
-        )
+    def reshard(
+        self, sharded_module: ShardedTTEmbeddingCollection, *args: Any, **kwargs: Any
+    ) -> ShardedTTEmbeddingCollection:
+        refuse_resharding(sharded_module)
 
     @property
     def module_type(self) -> type[TTEmbeddingCollection]:

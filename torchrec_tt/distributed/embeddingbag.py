@@ -24,6 +24,7 @@ from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_
 from torchrec_tt.distributed.sharded_collection import (
     LogicalWeights,
     ShardedTTCollection,
+    refuse_resharding,
     shapes_of,
     tell_shapes,
 )
@@ -144,10 +145,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         return _with_mean(super().compute_and_output_dist(ctx, input), ctx)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "resharding a TTEmbeddingBagCollection in place is not supported; save it with "
-            "torch.distributed.checkpoint and load it under the new plan"
-        )
+        refuse_resharding(self)
 
     @property
     def unsharded_module_type(self) -> type[TTEmbeddingBagCollection]:
@@ -205,11 +203,10 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         types = super().sharding_types(compute_device_type)
         return list(dict.fromkeys([*types, *ROW_SPLITTING_TYPES]))
 
-    def reshard(self, *args: Any, **kwargs: Any) -> ShardedTTEmbeddingBagCollection:
-        raise NotImplementedError(
-            "resharding a TTEmbeddingBagCollection in place is not supported; save it with "
-            "torch.distributed.checkpoint and load it under the new plan"
-        )
+    def reshard(
+        self, sharded_module: ShardedTTEmbeddingBagCollection, *args: Any, **kwargs: Any
+    ) -> ShardedTTEmbeddingBagCollection:
+        refuse_resharding(sharded_module)
 
     @property
     def module_type(self) -> type[TTEmbeddingBagCollection]:

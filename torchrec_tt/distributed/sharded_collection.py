@@ -1,7 +1,7 @@
 """What sharded collections with Tensor-Train tables have in common: the cores and their state."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from torchrec_tt.distributed.sharding_plan import (
     shardable_parameters,
     with_tt_kernel,
 )
+from torchrec_tt.modules.embedding_configs import TTTableConfig
 from torchrec_tt.modules.embedding_modules import TTCollection, reset_cores_, tt_configs
 from torchrec_tt.tt.shape import TTShape
 
@@ -77,7 +78,7 @@ class ShardedTTCollection(nn.Module):
         device: torch.device | None = None,
         **kwargs: Any,
     ) -> None:
-        check_env(env)
+        check_env(env, tables=module.tt_shapes)
         check_plan(
             module,
             table_name_to_parameter_sharding,
@@ -223,6 +224,16 @@ class ShardedTTCollection(nn.Module):
                 dist.broadcast(values, src=dist.get_global_rank(pg, 0), group=pg)
                 if core.numel():
                     core.copy_(values)
+
+
+def refuse_resharding(module: ShardedTTCollection) -> NoReturn:
+    """Raises NotImplementedError, naming the TT tables, on whichever rank calls it."""
+    configs = module._table_name_to_config.items()
+    tables = [name for name, config in configs if isinstance(config, TTTableConfig)]
+    raise NotImplementedError(
+        f"resharding a collection with Tensor-Train tables in place is not supported, got {tables};"
+        " save it with torch.distributed.checkpoint and load it under the new plan"
+    )
 
 
 def tell_shapes(

@@ -6,7 +6,7 @@ rank, before any collective.
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,12 @@ def tt_collection(module: nn.Module) -> TTCollection | None:
     return module if isinstance(module, TTCollection) else None
 
 
-def check_env(env: ShardingEnv) -> None:
+def check_env(env: ShardingEnv, *, tables: Iterable[str]) -> None:
     """Raises NotImplementedError for sharding environments that TT tables cannot join."""
     if isinstance(env, ShardingEnv2D):
         raise NotImplementedError(
-            "2D parallelism (ShardingEnv2D) is not supported for collections with Tensor-Train "
-            "tables: its weight sync does not know their cores; supported is ShardingEnv"
+            "2D parallelism (ShardingEnv2D) is not supported for Tensor-Train tables, got "
+            f"{list(tables)}: its weight sync does not know their cores; supported is ShardingEnv"
         )
 
 
