@@ -10,7 +10,7 @@ template <typename T>
 TT_INLINE void transpose(const T* in, int64_t rows, int64_t cols, int64_t ld_in, T* out,
                          int64_t ld_out) {
   typedef typename Lanes<T, 4>::type Four;
-  const auto at = [](const T* p) { return *reinterpret_cast<const Four*>(p); };
+  const auto at = [](const T* p) -> const Four& { return *reinterpret_cast<const Four*>(p); };
   const auto put = [](T* p, Four v) { *reinterpret_cast<Four*>(p) = v; };
   int64_t i = 0;
   for (; i + 4 <= rows; i += 4) {
