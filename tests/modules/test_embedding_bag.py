@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchrec_tt import TTEmbeddingBag
+from torchrec_tt.tt.factorize import factorize_rows
 
 IDS = torch.tensor([5, 2, 2, 9, 0, 49, 7])
 OFFSETS = torch.tensor([0, 3, 3, 6])  # bag 1 is empty
@@ -245,4 +246,10 @@ def test_optimizers_of_torch_train_the_cores_on_their_dense_gradients(kind, sett
 
 def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
     bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=[32, 32], row_strategy="fast", device="meta")
-    assert bag.shape.row_factors == (113, 6, 1475)
+    fast = factorize_rows(
+        1_000_000,
+        row_strategy="fast",
+        col_factors=bag.shape.col_factors,
+        tt_ranks=bag.shape.tt_ranks,
+    )
+    assert bag.shape.row_factors == fast != factorize_rows(1_000_000)
