@@ -126,8 +126,7 @@ def collective_errors(rank: int) -> list[tuple[str, str]]:
         start = time.monotonic()
         with pytest.raises((ValueError, PlannerError)) as error:
             a_planner.collective_plan(toy(), sharders, dist.group.WORLD)
-        # Far below a collective's timeout, on a busy machine too.
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 5
         errors.append((type(error.value).__name__, str(error.value)))
     dist.barrier()
     return errors
