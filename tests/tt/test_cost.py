@@ -15,7 +15,7 @@ from torchrec_tt.tt.cost import (
     num_chunks,
     optimizer_state_bytes,
     step_cost,
-    workspace_bytes,
+    step_work,
 )
 from torchrec_tt.tt.shape import TTShape
 
@@ -211,17 +211,17 @@ def test_step_cost_by_hand() -> None:
     )
 
 
-def test_workspace_by_hand() -> None:
-    """One chunk, two threads: ranks 5 and 7 are padded to 8; 32 // 2 prefixes are taken at once."""
-    mid, last, product = 5 * 3 * 8, 4 * 8, 6 * 8
-    workspace = workspace_bytes(
-        SMALL, num_indices=100, num_rows=20, num_prefixes=6, num_bags=50, num_threads=2
+def test_step_work_by_hand() -> None:
+    """The terms of `step_cost`, and an update of dense gradients."""
+    head, mid, last = 4 * 10, 4 * 105, 4 * 28
+    work = step_work(SMALL, num_rows=10_000)
+    mids, heads = expected_unique(6, 3), expected_unique(6, 2)
+    assert work.forward_bytes == pytest.approx(mid * mids + 2 * last * 4)
+    assert work.backward_bytes == pytest.approx(
+        3 * mid * mids + 2 * last * 4 + 3 * (last * 4 + head * heads)
     )
-    call = 8 * 51 + 4 * 4 * last
-    assert workspace.kept == 24 * 100 + 40
-    assert workspace.plan == 100 * (2 * 4 + 4) + 2 * 8 * 2048
-    scratch = 16 * (10 + product) + mid + last
-    assert workspace.forward == call + 4 * 20 * 24 + 4 * scratch
-    sums = 4 * (2 * 10 + 4 * last + 2 * mid) + 2 + 4
-    scratch += 16 * (product + 2 * 8) + mid + 3 * 8 * 8 + 16 * (24 + last) + 24
-    assert workspace.backward == call + 8 * 100 + sums + 4 * scratch
+    assert work.update_bytes == pytest.approx(mid * mids + 3 * last * 4)
+    assert step_work(SMALL, num_rows=10_000, is_dense=True).update_bytes == 4 * core_bytes(SMALL)
+    assert step_work(SMALL, num_rows=9, num_prefixes=2).forward_flops == (
+        lookup_flops(SMALL, num_rows=9, num_prefixes=2).forward
+    )

@@ -1,4 +1,4 @@
-"""Measures, in a process of its own, what a call allocates, against the formula of `tt/cost.py`."""
+"""Measures, in a process of its own, what a call allocates, against `workspace_bytes`."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from torchrec_tt.ops.embedding_bag import (
     plan,
 )
 from torchrec_tt.ops.lookup import Lookup, TTTable
-from torchrec_tt.tt.cost import workspace_bytes
 from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.workspace import workspace_bytes
 
 VECTOR_BYTES = {"generic": 16, "avx2": 32, "avx512": 64}
 # row_factors, col_factors, tt_ranks, bags, pooling factor, pooling, dtype of the cores
@@ -30,6 +30,31 @@ CASES = {
     "16 bits": ((40, 50, 60), (4, 4, 4), (30, 30), 2000, 300, "sum", "bfloat16"),
     "4 cores": ((20, 30, 20, 60), (2, 2, 4, 4), (16, 32, 16), 2000, 150, "mean", "float32"),
 }
+
+
+SMALL = TTShape(  # slices: head [2, 5], mid [5, 3, 7], last [7, 4]
+    num_embeddings=24,
+    embedding_dim=24,
+    row_factors=(2, 3, 4),
+    col_factors=(2, 3, 4),
+    tt_ranks=(5, 7),
+)
+
+
+def test_workspace_by_hand() -> None:
+    """One chunk, two threads: ranks 5 and 7 are padded to 8; 32 // 2 prefixes are taken at once."""
+    mid, last, product = 5 * 3 * 8, 4 * 8, 6 * 8
+    workspace = workspace_bytes(
+        SMALL, num_indices=100, num_rows=20, num_prefixes=6, num_bags=50, num_threads=2
+    )
+    call = 8 * 51 + 4 * 4 * last
+    assert workspace.kept == 24 * 100 + 40
+    assert workspace.plan == 100 * (2 * 4 + 4) + 2 * 8 * 2048
+    scratch = 16 * (10 + product) + mid + last
+    assert workspace.forward == call + 4 * 20 * 24 + 4 * scratch
+    sums = 4 * (2 * 10 + 4 * last + 2 * mid) + 2 + 4
+    scratch += 16 * (product + 2 * 8) + mid + 3 * 8 * 8 + 16 * (24 + last) + 24
+    assert workspace.backward == call + 8 * 100 + sums + 4 * scratch
 
 
 def _bytes_of(status: str) -> int:

@@ -8,7 +8,6 @@ from torchrec_tt.tt.shape import TTShape
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 MAX_CHUNKS = 16  # of a table's prefixes in one call: kMaxChunks in csrc/cpu/call.cpp
 CHUNK_FLOPS = 24e6  # of the forward, about those of a chunk: kFlopsPerChunk there
-ROWS_AT_ONCE, HEAD_ROWS_AT_ONCE = 16, 32  # kRowsAtOnce, kHeadRowsAtOnce in csrc/cpu/kernels.h
 FLOPS_PER_BYTE = 8  # what the time to move a byte would compute: 60 GFLOP/s beside 8 GB/s
 CACHE_BYTES = 2**19  # of one processor core, faster than that
 
@@ -101,7 +100,7 @@ def num_chunks(
     They are of about `CHUNK_FLOPS` each in the forward, and `MAX_CHUNKS` at most; heads and the
     ranks' padding to the vector width are counted as the kernels count them.
     """
-    rank = _round_up(shape.tt_ranks[-1], vector_bytes // 4)
+    rank = round_up(shape.tt_ranks[-1], vector_bytes // 4)
     flops = 2.0 * shape.embedding_dim * rank * num_rows
     if shape.num_cores > 2:
         rows_of_prefix = shape.embedding_dim // shape.col_factors[-1]
@@ -119,177 +118,76 @@ def chunk_sum_bytes(shape: TTShape) -> int:
     return slices.m_head * slices.head_bytes + shape.row_factors[-1] * slices.last_bytes
 
 
-def step_cost(shape: TTShape, *, num_rows: float) -> float:
-    """Returns what a training step on `num_rows` distinct, scattered rows costs, in flops.
-
-    `flops + FLOPS_PER_BYTE * bytes` of the float32 CPU kernels, without what every choice of
-    `row_factors` costs alike (sorting, pooling). The flops are those of `lookup_flops` with
-    `num_prefixes = u(num_rows, prefixes of the table)`, `u` short for `expected_unique`. The bytes,
-    `s_head`, `s_mid` and `s_last` being those of a slice and `c` the number of chunks:
-
-    - every mid slice met is read in forward and in backward, its gradient is cleared and read, and
-      it is stepped: `5 s_mid u(num_prefixes, m_mid)`;
-    - a head or last slice has a gradient in every chunk that meets it, which is cleared, read and
-      added up: `3 s_last c u(num_rows / c, m_last)`, `3 s_head c u(num_prefixes / c, m_head)`;
-    - the last core is transposed in forward and in backward, `4 s_last m_last`, and the slices met
-      are stepped, `3 s_last u(num_rows, m_last)`;
-    - a row reads its last slice twice and adds to its gradient, and so does a prefix with its head;
-      of `4 (s_last num_rows + s_head num_prefixes)` the share beyond the cache counts, which is
-      `1 - CACHE_BYTES / (2 chunk_sum_bytes)`, slices and gradients having equal parts.
-    """
-    s, m_last = _slices(shape), shape.row_factors[-1]
-    num_prefixes = expected_unique(num_rows, math.prod(shape.row_factors[:-1]))
-    flops = lookup_flops(shape, num_rows=num_rows, num_prefixes=num_prefixes)
-    chunks = num_chunks(shape, num_rows=num_rows, num_prefixes=num_prefixes)
-    beyond_cache = max(0.0, 1 - CACHE_BYTES / (2 * chunk_sum_bytes(shape)))
-    num_bytes = (
-        5 * s.mid_bytes * expected_unique(num_prefixes, s.m_mid)
-        + 3 * s.last_bytes * chunks * expected_unique(num_rows / chunks, m_last)
-        + 3 * s.head_bytes * chunks * expected_unique(num_prefixes / chunks, s.m_head)
-        + 4 * s.last_bytes * m_last
-        + 3 * s.last_bytes * expected_unique(num_rows, m_last)
-        + 4 * (s.last_bytes * num_rows + s.head_bytes * num_prefixes) * beyond_cache
-    )
-    return flops.forward + flops.backward + FLOPS_PER_BYTE * num_bytes
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workspace:
-    """Bytes that the CPU operators allocate for one table beyond what they take and return.
+class StepWork:
+    """Flops of a training step's products, and bytes of cores and of their gradients it moves."""
 
-    Attributes:
-        kept: the plan's tensors, which live from the forward to the end of the backward.
-        plan: peak while a batch is sorted.
-        forward: peak while rows are looked up.
-        backward: peak while gradients are made, with or without a step.
-    """
-
-    kept: int
-    plan: int
-    forward: int
-    backward: int
+    forward_flops: float
+    forward_bytes: float
+    backward_flops: float
+    backward_bytes: float
+    update_bytes: float
 
 
-def workspace_bytes(
-    shape: TTShape,
-    *,
-    num_indices: int,
-    num_rows: int,
-    num_prefixes: int,
-    num_bags: int,
-    num_heads: int = 0,
-    num_threads: int = 1,
-    is_scaled: bool = False,
-    has_weights_grad: bool = False,
-    core_element_size: int = 4,
-    vector_bytes: int = 32,
-) -> Workspace:
-    """Returns the workspace of a call on one table: nothing in it is of size indices x rank^2.
+def step_work(
+    shape: TTShape, *, num_rows: float, num_prefixes: float | None = None, is_dense: bool = False
+) -> StepWork:
+    """Returns the work of a training step on `num_rows` distinct, scattered rows.
 
-    With N indices, U distinct rows, Q distinct prefixes, H heads, W threads, c chunks (see
-    `num_chunks`), r the last rank rounded up to the vector width, and a float of 4 bytes:
+    What every choice of `row_factors` costs alike (sorting, pooling) is left out. The flops are
+    those of `lookup_flops`. The bytes are those of the float32 CPU kernels, `u` being short for
+    `expected_unique`, `s_head`, `s_mid` and `s_last` the bytes of a slice and `c` the number of
+    chunks:
 
-    - plan: keys twice, a position, digit counts: `N (2 key + 4)`, a key of 4 bytes or, from 2^32
-      padded rows on, 8; and `8 * 2^11` for each of W threads;
-    - both others: offsets `8 (B + 1)`; the last core transposed, `4 m_last n_last r`, where
-      `2 U >= m_last`; for 4 cores the heads and where to find them;
-    - forward: rows `4 U D`, beside scratch for W workers or scales `4 N`;
-    - backward: an index's place `8 N`, scales `4 N`; `c` times the sums
-      `4 (m_head s_head + m_last n_last r + 2 s_mid)` (slice sizes; for 2 cores the heads once)
-      with a flag of a byte for each slice, and scratch for W workers.
+    - forward reads every mid slice met, `s_mid u(num_prefixes, m_mid)`, and transposes the last
+      core, `2 s_last m_last`;
+    - backward does so again, and clears and reads the mid gradients: `3 s_mid u(..)` in all;
+    - a head or last slice has a gradient in every chunk that meets it, which backward clears, reads
+      and adds up: `3 s_last c u(num_rows / c, m_last)`, `3 s_head c u(num_prefixes / c, m_head)`;
+    - a row reads its last slice twice and adds to its gradient, and so does a prefix with its head;
+      of `4 (s_last num_rows + s_head num_prefixes)`, a quarter in forward, the share beyond the
+      cache counts: `1 - CACHE_BYTES / (2 chunk_sum_bytes)`, slices and gradients having equal
+      parts;
+    - the update steps the slices met: `s_mid u(num_prefixes, m_mid) + 3 s_last u(num_rows, m_last)`
+      or, with dense gradients, clears these, reads them and steps everything: 4 times the cores.
 
     Args:
         shape: the table.
-        num_indices: of the batch.
-        num_rows: distinct rows of the batch.
-        num_prefixes: distinct prefixes of the batch.
-        num_bags: bags of the batch.
-        num_heads: distinct heads of the batch, for 4 cores.
-        num_threads: that may take part.
-        is_scaled: whether there are per-sample weights, or pooling is "mean".
-        has_weights_grad: whether the weights get a gradient, with pooling "mean".
-        core_element_size: 4 for float32 cores, 2 for 16-bit ones, which scratch widens.
-        vector_bytes: of the instruction set: 16 for generic, 32 for avx2, 64 for avx512.
+        num_rows: distinct rows of the batch that the cores make.
+        num_prefixes: distinct prefixes; by default `u(num_rows, prefixes of the table)`.
+        is_dense: whether the update has dense gradients, as replicated cores do.
     """
-    sizes = _slice_sizes(shape, vector_bytes=vector_bytes)
-    chunks = num_chunks(
-        shape, num_rows=num_rows, num_prefixes=num_prefixes, vector_bytes=vector_bytes
-    )
-    workers = min(chunks, num_threads)
-    widened = sizes.widened if core_element_size == 2 else 0
-    key = 4 if shape.num_rows_padded < 2**32 else 8
-    m_last, four = shape.row_factors[-1], shape.num_cores == 4
-    call = 8 * (num_bags + 1)
-    if 2 * num_rows >= m_last:
-        call += 4 * m_last * sizes.last
-    if four:
-        places = 4 * 2 ** math.ceil(math.log2(num_prefixes)) if num_prefixes else 0
-        call += 4 * num_heads * sizes.head + 8 * num_prefixes + places
-    heads = num_heads if four else shape.row_factors[0]
-    scales = 4 * num_indices if is_scaled else 0
-    scratch = sizes.at_once * (sizes.head + sizes.product) + sizes.mid + sizes.last + widened
-    forward_scratch = 4 * workers * scratch
-    # With 2 cores a chunk has heads of its own; memory that is never touched is never there.
-    head_sums = (1 if shape.num_cores == 2 else chunks) * heads * sizes.head
-    sums = 4 * (head_sums + chunks * (m_last * sizes.last + 2 * sizes.mid))
-    sums += chunks * (heads + m_last)
-    backward_scratch = (
-        4
-        * workers
-        * (
-            scratch
-            + sizes.at_once * (sizes.product + sizes.grad_head)
-            + sizes.mid
-            + sizes.mid_transposed
-            + ROWS_AT_ONCE * (shape.embedding_dim + sizes.last)
-            + shape.embedding_dim
-        )
-    )
-    outer_grads = 4 * sum(math.prod(core) for core in shape.core_shapes[:2]) if four else 0
-    return Workspace(
-        kept=24 * num_indices + 40,
-        plan=num_indices * (2 * key + 4) + 8 * 2**11 * num_threads,
-        forward=call + 4 * num_rows * shape.embedding_dim + max(forward_scratch, scales),
-        backward=call
-        + 8 * num_indices
-        + scales * (1 + has_weights_grad)
-        + sums
-        + max(backward_scratch, outer_grads),
+    s, m_last = _slices(shape), shape.row_factors[-1]
+    if num_prefixes is None:
+        num_prefixes = expected_unique(num_rows, math.prod(shape.row_factors[:-1]))
+    flops = lookup_flops(shape, num_rows=num_rows, num_prefixes=num_prefixes)
+    chunks = num_chunks(shape, num_rows=num_rows, num_prefixes=num_prefixes)
+    beyond_cache = max(0.0, 1 - CACHE_BYTES / (2 * chunk_sum_bytes(shape)))
+    mid_bytes = s.mid_bytes * expected_unique(num_prefixes, s.m_mid)
+    slices_bytes = (s.last_bytes * num_rows + s.head_bytes * num_prefixes) * beyond_cache
+    sums_bytes = s.last_bytes * chunks * expected_unique(num_rows / chunks, m_last)
+    sums_bytes += s.head_bytes * chunks * expected_unique(num_prefixes / chunks, s.m_head)
+    update_bytes = mid_bytes + 3 * s.last_bytes * expected_unique(num_rows, m_last)
+    return StepWork(
+        forward_flops=flops.forward,
+        forward_bytes=mid_bytes + 2 * s.last_bytes * m_last + slices_bytes,
+        backward_flops=flops.backward,
+        backward_bytes=3 * mid_bytes
+        + 2 * s.last_bytes * m_last
+        + 3 * sums_bytes
+        + 3 * slices_bytes,
+        update_bytes=4 * core_bytes(shape) if is_dense else update_bytes,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SliceSizes:
-    """Elements of slices and of a prefix's product, ranks padded as the kernels pad them."""
-
-    head: int
-    mid: int
-    last: int
-    product: int
-    grad_head: int
-    mid_transposed: int
-    at_once: int  # prefixes that are taken together
-    widened: int  # to float32, of cores of 16 bits
+def step_cost(shape: TTShape, *, num_rows: float) -> float:
+    """Returns the work of a training step as one number, `flops + FLOPS_PER_BYTE * bytes`."""
+    work = step_work(shape, num_rows=num_rows)
+    num_bytes = work.forward_bytes + work.backward_bytes + work.update_bytes
+    return work.forward_flops + work.backward_flops + FLOPS_PER_BYTE * num_bytes
 
 
-def _slice_sizes(shape: TTShape, *, vector_bytes: int) -> _SliceSizes:
-    n, r, has_mid = shape.col_factors, shape.tt_ranks, shape.num_cores > 2
-    r_head, n_mid = (r[-2], n[-2]) if has_mid else (r[-1], 1)
-    rank, ld_head = (_round_up(width, vector_bytes // 4) for width in (r[-1], r_head))
-    n_head = shape.embedding_dim // (n_mid * n[-1])
-    return _SliceSizes(
-        head=n_head * r_head,
-        mid=r_head * n_mid * rank,
-        last=n[-1] * rank,
-        product=n_head * n_mid * rank,
-        grad_head=n_head * ld_head,
-        mid_transposed=n_mid * rank * ld_head,
-        at_once=max(4, HEAD_ROWS_AT_ONCE // n_head),
-        widened=r_head * n_mid * r[-1] + r[-1] * n[-1],
-    )
-
-
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
