@@ -21,6 +21,12 @@ STABLE_TORCH_LIBRARY(torchrec_tt, m) {
       "step_cores(Tensor(a!)[] cores, Tensor[] grads, Tensor(b!)[] states, str optimizer,"
       " float learning_rate, float eps, float beta1, float beta2, float weight_decay,"
       " bool decoupled_weight_decay, int[] rounding_seeds) -> ()");
+  m.def(
+      "count_rows(Tensor[] plan, int[] tables, Tensor(a!)[] heats, Tensor(b!)[] counter_ids,"
+      " Tensor(c!)[] counter_heats, Tensor(d!)[] statistics, int[] clocks) -> ()");
+  m.def(
+      "place_rows(Tensor(a!) ids, Tensor(b!) heats, Tensor(c!) counter_ids, Tensor(d!) counter_heats,"
+      " float ratio, float margin) -> (Tensor slots, Tensor evicted_ids, Tensor evicted_heats)");
   m.def("cpu_isa() -> str");
   m.def("cpu_peak_gflops() -> float");
 }

@@ -1,0 +1,109 @@
+// Which rows a cache takes in and which leave: the counter's hottest first, each into one of its two sets.
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+#include <vector>
+
+#include "../row_counter.h"
+#include "../stable.h"
+#include "../checks.h"
+
+namespace torchrec_tt {
+namespace {
+
+struct Slots {
+  int64_t* ids;
+  float* heats;
+  int64_t num_sets;
+
+  // A free slot of the emptier of the row's two sets, or else the coldest slot of the two.
+  int64_t best_for(int64_t id) const {
+    const uint64_t hash = hash_row(id);
+    const int64_t sets[] = {first_set(hash, num_sets), second_set(hash, num_sets)};
+    int64_t num_free[2] = {}, free_slot[2] = {}, coldest = -1;
+    for (int k = 0; k < 2; k++) {
+      for (int64_t slot = (sets[k] + 1) * kWays - 1; slot >= sets[k] * kWays; slot--) {
+        if (ids[slot] < 0) {
+          num_free[k]++;
+          free_slot[k] = slot;
+        } else if (coldest < 0 || heats[slot] <= heats[coldest]) {
+          coldest = slot;
+        }
+      }
+    }
+    if (num_free[0] + num_free[1] == 0) return coldest;
+    return num_free[1] > num_free[0] ? free_slot[1] : free_slot[0];
+  }
+};
+
+// The counter's cells that hold a row, the hottest first; of equal ones the smaller id.
+std::vector<int64_t> by_heat(const int64_t* ids, const float* heats, int64_t num_cells) {
+  std::vector<int64_t> cells;
+  for (int64_t cell = 0; cell < num_cells; cell++) {
+    if (ids[cell] >= 0) cells.push_back(cell);
+  }
+  std::sort(cells.begin(), cells.end(), [&](int64_t a, int64_t b) {
+    return heats[a] != heats[b] ? heats[a] > heats[b] : ids[a] < ids[b];
+  });
+  return cells;
+}
+
+template <typename T>
+T* data_of(const Tensor& tensor, ScalarType type, int64_t multiple, const char* name) {
+  TT_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == type &&
+               tensor.numel() % multiple == 0,
+           name, " must be contiguous, on the CPU, ", type, " and of a multiple of ", multiple,
+           " elements, got ", tensor.numel());
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <typename T>
+Tensor as_tensor(const std::vector<T>& values, ScalarType type) {
+  Tensor tensor = torch::stable::empty({static_cast<int64_t>(values.size())}, type);
+  std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+std::tuple<Tensor, Tensor, Tensor> place_rows(const Tensor& ids_tensor, const Tensor& heats_tensor,
+                                              const Tensor& counter_ids_tensor,
+                                              const Tensor& counter_heats_tensor, double ratio,
+                                              double margin) {
+  const Slots slots{data_of<int64_t>(ids_tensor, ScalarType::Long, kWays, "ids"),
+                    data_of<float>(heats_tensor, ScalarType::Float, kWays, "heats"),
+                    ids_tensor.numel() / kWays};
+  auto* counter_ids = data_of<int64_t>(counter_ids_tensor, ScalarType::Long, kCells, "counter_ids");
+  auto* counter_heats = data_of<float>(counter_heats_tensor, ScalarType::Float, kCells, "counter_heats");
+  TT_CHECK(heats_tensor.numel() == ids_tensor.numel() &&
+               counter_heats_tensor.numel() == counter_ids_tensor.numel(),
+           "heats and counter_heats must have the sizes of ids and counter_ids, ", ids_tensor.numel(),
+           " and ", counter_ids_tensor.numel(), ", got ", heats_tensor.numel(), " and ",
+           counter_heats_tensor.numel());
+  std::vector<int64_t> taken, evicted_ids;
+  std::vector<float> evicted_heats;
+  const int64_t num_cells = slots.num_sets > 0 ? counter_ids_tensor.numel() : 0;
+  for (int64_t cell : by_heat(counter_ids, counter_heats, num_cells)) {
+    const int64_t id = counter_ids[cell];
+    const bool is_cached = find_slot(id, slots.ids, slots.num_sets) >= 0;
+    const int64_t slot = slots.best_for(id);
+    const bool is_free = slots.ids[slot] < 0;
+    if (!is_cached) {
+      if (!is_free && counter_heats[cell] <= ratio * slots.heats[slot] + margin) continue;
+      taken.push_back(slot);
+      evicted_ids.push_back(slots.ids[slot]);
+      evicted_heats.push_back(is_free ? 0 : slots.heats[slot]);
+      slots.ids[slot] = id;
+      slots.heats[slot] = counter_heats[cell];
+    }
+    counter_ids[cell] = -1;
+    counter_heats[cell] = 0;
+  }
+  return {as_tensor(taken, ScalarType::Long), as_tensor(evicted_ids, ScalarType::Long),
+          as_tensor(evicted_heats, ScalarType::Float)};
+}
+
+}  // namespace
+}  // namespace torchrec_tt
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_tt, CPU, m) {
+  m.impl("place_rows", TORCH_BOX(&torchrec_tt::place_rows));
+}
