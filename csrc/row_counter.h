@@ -17,10 +17,10 @@ TT_HOST_DEVICE static inline int64_t first_cell(int64_t id, int64_t num_buckets)
   return first_set(hash_row(-1 - id), num_buckets) * kCells;
 }
 
-// The cell of row `id`, or -1. No branches: which cell it is cannot be foreseen.
+// The first cell with `id`, or -1. No branches: which cell it is cannot be foreseen.
 TT_HOST_DEVICE static inline int64_t find_cell(int64_t id, const int64_t* ids) {
   int64_t found = -1;
-  for (int64_t cell = 0; cell < kCells; cell++) found = ids[cell] == id ? cell : found;
+  for (int64_t cell = kCells - 1; cell >= 0; cell--) found = ids[cell] == id ? cell : found;
   return found;
 }
 
