@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchrec_tt.modules.embedding_modules import (
         TTEmbeddingCollection as TTEmbeddingCollection,
     )
+    from torchrec_tt.modules.row_cache_config import RowCacheConfig as RowCacheConfig
     from torchrec_tt.tt.factorize import make_shape as make_shape
     from torchrec_tt.tt.shape import TTShape as TTShape
 
@@ -50,6 +51,7 @@ _MODULE_OF = {
     "TTEmbeddingConfig": "torchrec_tt.modules.embedding_configs",
     "TTEmbeddingBagCollection": "torchrec_tt.modules.embedding_modules",
     "TTEmbeddingCollection": "torchrec_tt.modules.embedding_modules",
+    "RowCacheConfig": "torchrec_tt.modules.row_cache_config",
     "make_shape": "torchrec_tt.tt.factorize",
     "TTShape": "torchrec_tt.tt.shape",
 }
