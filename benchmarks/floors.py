@@ -133,8 +133,8 @@ def measure_overhead(num_tables: int, *, steps: int = 500) -> float:
 
     @torch.no_grad()
     def operators() -> None:
-        batch_plan = ops.plan(*batch, *tables, lookup.check_mode)
-        call = (offsets, None, *tables, lookup.pooling)
+        batch_plan = ops.plan(*batch, *tables, lookup.check_mode, [])
+        call = ([], offsets, None, *tables, lookup.pooling)
         output = ops.embedding_bag_forward(batch_plan, cores, *call)  # kept, as by a step
         ops.embedding_bag_backward_update(
             grad_output, batch_plan, cores, [], *call, False, "sgd", 0.0, 0.0, []

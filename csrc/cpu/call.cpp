@@ -121,11 +121,11 @@ void check_plan(const std::vector<Tensor>& plan) {
 }  // namespace
 
 template <typename T>
-Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>& cores,
-              const Tensor& offsets_tensor, const std::optional<Tensor>& per_sample_weights,
-              const std::vector<int64_t>& tables_flat, const std::vector<int64_t>& feature_tables,
-              const std::string& pooling)
-    : features(feature_tables, decode_tables(tables_flat), offsets_tensor.numel()),
+Bags<T>::Bags(const Tensors& plan_tensors, const Tensor& offsets_tensor,
+              const MaybeTensor& per_sample_weights, const Ints& tables_flat,
+              const Ints& feature_tables, const std::string& pooling)
+    : shapes(decode_tables(tables_flat)),
+      features(feature_tables, shapes, offsets_tensor.numel()),
       offsets(read_offsets(offsets_tensor)) {
   check_plan(plan_tensors);
   TT_CHECK(pooling == "sum" || pooling == "mean" || pooling == "none",
@@ -140,6 +140,7 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
   num_indices = plan_tensors[0].numel();
   const auto* counts = static_cast<const int64_t*>(plan_tensors[5].const_data_ptr());
   num_rows = counts[0];
+  num_tt_rows = counts[1];
   num_prefixes = counts[2];
   check_offsets(offsets.data(), static_cast<int64_t>(offsets.size()), num_indices);
   if (per_sample_weights) {
@@ -150,35 +151,104 @@ Call<T>::Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>
              "per_sample_weights must be contiguous, on the CPU and ", kScalarType<T>);
     weights = static_cast<const T*>(per_sample_weights->const_data_ptr());
   }
-  const std::vector<TTShape> shapes = decode_tables(tables_flat);
-  tables.resize(shapes.size());
-  size_t first_core = 0;
-  const auto row_at = [&](int64_t key) {
-    return std::lower_bound(plan.row_keys, plan.row_keys + num_rows, key) - plan.row_keys;
-  };
-  const auto prefix_at = [&](int64_t row) {
-    return std::lower_bound(plan.prefix_starts, plan.prefix_starts + num_prefixes, row) -
-           plan.prefix_starts;
-  };
-  for (size_t t = 0; t < shapes.size(); t++) {
-    CallTable<T>& table = tables[t];
-    table.shape = shapes[t];
-    table.first_core = first_core;
-    take_cores(table, cores, first_core);
-    first_core += shapes[t].num_cores;
-    table.first_row = row_at(shapes[t].key_base);
-    table.end_row = row_at(shapes[t].key_base + shapes[t].padded_rows());
-    table.first_prefix = prefix_at(table.first_row);
-    table.end_prefix = prefix_at(table.end_row);
-    if (table.first_row < table.end_row) make_view(table, plan, k);
-  }
   for (const TTShape& shape : shapes) {
     TT_CHECK(is_pooled || shape.embedding_dim() == dim(),
              "tables must have one embedding_dim for pooling none, got ", dim(), " and ",
              shape.embedding_dim());
   }
+}
+
+template <typename T>
+std::vector<CallCache> find_caches(const Bags<T>& bags, const Tensors& per_table,
+                                   const char* name) {
+  const size_t num_tables = bags.shapes.size();
+  TT_CHECK(per_table.empty() || per_table.size() == num_tables, name,
+           " must have one tensor per table, ", num_tables, ", or none, got ", per_table.size());
+  std::vector<CallCache> caches(num_tables);
+  int64_t key_base = bags.shapes.back().key_base + bags.shapes.back().padded_rows();
+  for (size_t t = 0; t < num_tables; t++) {
+    const bool has_cache = !per_table.empty() && per_table[t].numel() > 0;
+    CallCache& cache = caches[t];
+    cache.num_slots = has_cache ? per_table[t].size(0) : 0;
+    cache.key_base = key_base;
+    cache.first_row = bags.row_at(key_base);
+    key_base += cache.num_slots;
+    cache.end_row = bags.row_at(key_base);
+  }
+  TT_CHECK(caches.back().end_row == bags.num_rows, name,
+           " must be of the caches that the plan was made with, got ",
+           caches.back().key_base + caches.back().num_slots - caches.front().key_base, " slots");
+  return caches;
+}
+
+template <typename T>
+void take_rows(CallCache& cache, const Bags<T>& bags, const Tensor& rows, size_t t) {
+  if (rows.numel() == 0) return;
+  const bool is_half = is_type(rows, ScalarType::BFloat16) || is_type(rows, ScalarType::Half);
+  TT_CHECK(is_type(rows, kScalarType<T>) || (sizeof(T) == 4 && is_half), "cached_rows must be ",
+           sizeof(T) == 4 ? "float32, bfloat16 or float16" : "float64 like the cores", ", got ",
+           rows.scalar_type(), " for table ", t);
+  const int64_t dim = bags.shapes[t].embedding_dim();
+  TT_CHECK(rows.is_cpu() && rows.is_contiguous() && rows.dim() == 2 &&
+               rows.size(0) == cache.num_slots && rows.size(1) == dim,
+           "cached_rows must be contiguous, on the CPU and [", cache.num_slots, ", ", dim,
+           "] for table ", t);
+  cache.rows = rows.mutable_data_ptr();
+  cache.storage = storage_of<T>(rows);
+}
+
+template <typename T>
+Call<T>::Call(const Tensors& plan_tensors, const Tensors& cores, const Tensors& cached_rows,
+              const Tensor& offsets_tensor, const MaybeTensor& per_sample_weights,
+              const Ints& tables_flat, const Ints& feature_tables, const std::string& pooling)
+    : Bags<T>(plan_tensors, offsets_tensor, per_sample_weights, tables_flat, feature_tables,
+              pooling),
+      caches(find_caches(*this, cached_rows, "cached_rows")) {
+  for (size_t t = 0; t < cached_rows.size(); t++) take_rows(caches[t], *this, cached_rows[t], t);
+  tables.resize(this->shapes.size());
+  size_t first_core = 0;
+  const auto prefix_at = [&](int64_t row) {
+    return std::lower_bound(plan.prefix_starts, plan.prefix_starts + this->num_prefixes, row) -
+           plan.prefix_starts;
+  };
+  for (size_t t = 0; t < tables.size(); t++) {
+    CallTable<T>& table = tables[t];
+    table.shape = this->shapes[t];
+    table.first_core = first_core;
+    take_cores(table, cores, first_core);
+    first_core += table.shape.num_cores;
+    table.first_row = this->row_at(table.shape.key_base);
+    table.end_row = this->row_at(table.shape.key_base + table.shape.padded_rows());
+    table.first_prefix = prefix_at(table.first_row);
+    table.end_prefix = prefix_at(table.end_row);
+    if (table.first_row < table.end_row) make_view(table, plan, k);
+  }
   TT_CHECK(first_core == cores.size(), "cores must hold ", first_core, " tensors, got ",
            cores.size());
+}
+
+template <typename T>
+OutputGradient<T>::OutputGradient(const Bags<T>& bags, const Tensor& grad_output, T* grad_weights)
+    : at(buffer<int64_t>(bags.num_indices)),
+      scale(bags.scales(true)),
+      weight_scale(grad_weights ? bags.scales(false) : nullptr) {
+  TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == bags.output_rows() &&
+               grad_output.size(1) == bags.output_columns(),
+           "grad_output must be [", bags.output_rows(), ", ", bags.output_columns(), "]");
+  TT_CHECK(grad_output.is_cpu() && grad_output.is_contiguous() &&
+               is_type(grad_output, kScalarType<T>),
+           "grad_output must be contiguous, on the CPU and ", kScalarType<T>);
+  if (!bags.is_pooled) {
+    for (int64_t i = 0; i < bags.num_indices; i++) at[i] = i * bags.dim();
+  }
+  const Features& features = bags.features;
+  for (size_t bag = 0; bags.is_pooled && bag + 1 < bags.offsets.size(); bag++) {
+    const int64_t f = bag / features.batch_size, b = bag % features.batch_size;
+    std::fill(at.get() + bags.offsets[bag], at.get() + bags.offsets[bag + 1],
+              b * features.num_columns + features.column[f]);
+  }
+  view = {static_cast<const T*>(grad_output.const_data_ptr()), at.get(), scale.get(),
+          weight_scale.get(), grad_weights};
 }
 
 template <typename T>
@@ -211,7 +281,7 @@ std::vector<Chunk> Call<T>::chunks() const {
 }
 
 template <typename T>
-Buffer<T> Call<T>::scales(bool with_weights) const {
+Buffer<T> Bags<T>::scales(bool with_weights) const {
   const T* w = with_weights ? weights : nullptr;
   if (!w && !is_mean) return nullptr;
   Buffer<T> scale = buffer<T>(num_indices);
@@ -222,7 +292,15 @@ Buffer<T> Call<T>::scales(bool with_weights) const {
   return scale;
 }
 
+template struct Bags<float>;
+template struct Bags<double>;
 template struct Call<float>;
 template struct Call<double>;
+template struct OutputGradient<float>;
+template struct OutputGradient<double>;
+template std::vector<CallCache> find_caches(const Bags<float>&, const Tensors&, const char*);
+template std::vector<CallCache> find_caches(const Bags<double>&, const Tensors&, const char*);
+template void take_rows(CallCache&, const Bags<float>&, const Tensor&, size_t);
+template void take_rows(CallCache&, const Bags<double>&, const Tensor&, size_t);
 
 }  // namespace torchrec_tt

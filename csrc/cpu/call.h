@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../row_tags.h"
 #include "../stable.h"
 #include "../tt_shape.h"
 #include "isa.h"
@@ -72,32 +73,6 @@ struct CallTable {
 };
 
 template <typename T>
-struct Call {
-  const Kernels<T>& k = kernels<T>();
-  std::vector<CallTable<T>> tables;
-  Features features;
-  PlanView plan;
-  int64_t num_indices, num_rows, num_prefixes;
-  std::vector<int64_t> offsets;
-  const T* weights = nullptr;  // [N]
-  bool is_mean = false, is_pooled = true;
-
-  Call(const std::vector<Tensor>& plan_tensors, const std::vector<Tensor>& cores,
-       const Tensor& offsets_tensor, const std::optional<Tensor>& per_sample_weights,
-       const std::vector<int64_t>& tables_flat, const std::vector<int64_t>& feature_tables,
-       const std::string& pooling);
-
-  int64_t output_rows() const { return is_pooled ? features.batch_size : num_indices; }
-  int64_t output_columns() const { return is_pooled ? features.num_columns : dim(); }
-  int64_t dim() const { return tables[0].shape.embedding_dim(); }
-
-  // Cuts every table's prefixes into chunks of about equal cost, whatever the number of threads.
-  std::vector<Chunk> chunks() const;
-  // Per index: its weight over its bag's length where pooling asks; null where all are 1.
-  Buffer<T> scales(bool with_weights) const;
-};
-
-template <typename T>
 constexpr ScalarType kScalarType = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
 
 inline bool is_type(const Tensor& tensor, ScalarType type) { return tensor.scalar_type() == type; }
@@ -108,6 +83,99 @@ Storage storage_of(const Tensor& core) {
   if (sizeof(T) == 4 && is_type(core, ScalarType::Half)) return Storage::kFloat16;
   return Storage::kNative;
 }
+
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using Ints = std::vector<int64_t>;
+
+// The bags of one call: the plan of their rows, and how they are pooled.
+template <typename T>
+struct Bags {
+  const Kernels<T>& k = kernels<T>();
+  std::vector<TTShape> shapes;  // of the tables
+  Features features;
+  PlanView plan;
+  int64_t num_indices, num_rows, num_tt_rows, num_prefixes;  // num_tt_rows: through the cores
+  std::vector<int64_t> offsets;
+  const T* weights = nullptr;  // [N]
+  bool is_mean = false, is_pooled = true;
+
+  Bags(const Tensors& plan_tensors, const Tensor& offsets_tensor,
+       const MaybeTensor& per_sample_weights, const Ints& tables_flat, const Ints& feature_tables,
+       const std::string& pooling);
+
+  int64_t output_rows() const { return is_pooled ? features.batch_size : num_indices; }
+  int64_t output_columns() const { return is_pooled ? features.num_columns : dim(); }
+  int64_t dim() const { return shapes[0].embedding_dim(); }
+  int64_t max_dim() const {
+    int64_t most = 0;
+    for (const TTShape& shape : shapes) most = std::max(most, shape.embedding_dim());
+    return most;
+  }
+  // The first unique row whose key is not below `key`.
+  int64_t row_at(int64_t key) const {
+    return std::lower_bound(plan.row_keys, plan.row_keys + num_rows, key) - plan.row_keys;
+  }
+  // Per index: its weight over its bag's length where pooling asks; null where all are 1.
+  Buffer<T> scales(bool with_weights) const;
+};
+
+// A table's cache in a call, and the unique rows that lie in it; of no slots where it has none.
+struct CallCache {
+  int64_t num_slots, key_base, first_row, end_row;
+  void* rows = nullptr;  // [num_slots, D]
+  Storage storage = Storage::kNative;
+};
+
+// The caches of all tables from [C] or [C, D] tensors of each, or none; the plan's keys fit them.
+template <typename T>
+std::vector<CallCache> find_caches(const Bags<T>& bags, const Tensors& per_table, const char* name);
+
+// Checks the tags of table t's cache; those of no elements are of no cache.
+inline void check_cache_ids(const Tensor& ids, size_t t) {
+  TT_CHECK(is_type(ids, ScalarType::Long), "cache_ids must be int64, got ", ids.scalar_type(),
+           " for table ", t);
+  TT_CHECK(ids.is_cpu() && ids.is_contiguous() && ids.dim() == 1 && ids.numel() % kWays == 0,
+           "cache_ids must be contiguous, on the CPU, of 1 dimension and a multiple of ", kWays,
+           " elements, got ", ids.numel(), " in ", ids.dim(), " dimensions for table ", t);
+  TT_CHECK(ids.numel() / kWays < int64_t{1} << 31, "cache_ids must have less than 2^31 sets, got ",
+           ids.numel() / kWays, " for table ", t);
+}
+
+// Lets a cache read, and step, rows [C, D] of table t.
+template <typename T>
+void take_rows(CallCache& cache, const Bags<T>& bags, const Tensor& rows, size_t t);
+
+template <typename T>
+struct Call : Bags<T> {
+  using Bags<T>::k;
+  using Bags<T>::plan;
+  std::vector<CallTable<T>> tables;
+  std::vector<CallCache> caches;  // of each table
+
+  Call(const Tensors& plan_tensors, const Tensors& cores, const Tensors& cached_rows,
+       const Tensor& offsets_tensor, const MaybeTensor& per_sample_weights, const Ints& tables_flat,
+       const Ints& feature_tables, const std::string& pooling);
+
+  // Cuts every table's prefixes into chunks of about equal cost, whatever the number of threads.
+  std::vector<Chunk> chunks() const;
+  // Where table t's unique rows are read, those that went through the cores from `computed`.
+  RowsView<T> rows_view(size_t t, const T* computed) const {
+    const CallCache& cache = caches[t];
+    return {computed,   tables[t].first_row, tables[t].end_row,
+            cache.rows, cache.storage,       cache.key_base};
+  }
+};
+
+// The gradient of a call's output as its indices see it; their weights' own goes to grad_weights.
+template <typename T>
+struct OutputGradient {
+  Buffer<int64_t> at;  // [N]
+  Buffer<T> scale, weight_scale;
+  GradView<T> view;
+
+  OutputGradient(const Bags<T>& bags, const Tensor& grad_output, T* grad_weights = nullptr);
+};
 
 // Calls f with a float or a double: the type of the sums for the cores' dtype.
 template <typename F>

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kBagsPerJob = 512;
 constexpr int64_t kSlicesPerJob = 32;
+constexpr int64_t kRowsPerJob = 512;
 
 template <typename T>
 T* data(const Tensor& tensor) {
@@ -44,15 +45,16 @@ Tensor forward(const Call<T>& call) {
   const Buffer<T> scale = call.scales(true);
   const int64_t blocks = (batch_size + kBagsPerJob - 1) / kBagsPerJob;
   const int64_t num_features = static_cast<int64_t>(features.table.size());
-  for_each_job<T>(num_features * blocks, 0, [&](int64_t job, T*) {
+  const bool is_widened = std::ranges::any_of(
+      call.caches, [](const CallCache& cache) { return cache.storage != Storage::kNative; });
+  for_each_job<T>(num_features * blocks, is_widened ? call.max_dim() : 0, [&](int64_t job, T* scratch) {
     const int64_t f = job / blocks, begin = job % blocks * kBagsPerJob;
-    const CallTable<T>& table = call.tables[features.table[f]];
-    const int64_t dim = table.shape.embedding_dim();
+    const int64_t t = features.table[f], dim = call.shapes[t].embedding_dim();
+    const RowsView<T> view = call.rows_view(t, rows.get() + row_base[t]);
     const int64_t* bags = call.offsets.data() + f * batch_size;
     const int64_t end = std::min(batch_size, begin + kBagsPerJob);
     const auto pool = [&](const int64_t* of, int64_t first, int64_t last, T* out, int64_t ld_out) {
-      call.k.pool(rows.get() + row_base[features.table[f]], dim, call.plan, table.first_row,
-                  scale.get(), of, first, last, out, ld_out);
+      call.k.pool(view, dim, call.plan, scale.get(), of, first, last, out, ld_out, scratch);
     };
     if (call.is_pooled) {
       pool(bags, begin, end, data<T>(output) + begin * features.num_columns + features.column[f],
@@ -207,39 +209,25 @@ struct TableGrads {
   }
 };
 
+// Weights' gradients of the indices whose rows are cached: the cores' chunks do not see them.
 template <typename T>
-void check_grad_output(const Call<T>& call, const Tensor& grad_output) {
-  TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == call.output_rows() &&
-               grad_output.size(1) == call.output_columns(),
-           "grad_output must be [", call.output_rows(), ", ", call.output_columns(), "]");
-  TT_CHECK(grad_output.is_cpu() && grad_output.is_contiguous() &&
-               is_type(grad_output, kScalarType<T>),
-           "grad_output must be contiguous, on the CPU and ", kScalarType<T>);
+void cached_weight_gradients(const Call<T>& call, const GradView<T>& grad) {
+  for (size_t t = 0; t < call.tables.size(); t++) {
+    const CallCache& cache = call.caches[t];
+    const int64_t jobs = (cache.end_row - cache.first_row + kRowsPerJob - 1) / kRowsPerJob;
+    const int64_t dim = call.shapes[t].embedding_dim();
+    for_each_job<T>(jobs, dim, [&](int64_t job, T* scratch) {
+      const int64_t begin = cache.first_row + job * kRowsPerJob;
+      call.k.cached_weight_gradients(call.rows_view(t, nullptr), dim, call.plan, grad, begin,
+                                     std::min(cache.end_row, begin + kRowsPerJob), scratch);
+    });
+  }
 }
 
 // Runs every chunk, then the reductions; `updates`, one per core, say what a gradient becomes.
 template <typename T>
-Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_grad,
-                const std::vector<CoreUpdate<T>>& updates) {
-  check_grad_output(call, grad_output);
-  const Features& features = call.features;
-  Tensor grad_weights =
-      torch::stable::empty({weights_grad ? call.num_indices : 0}, kScalarType<T>);
-  const Buffer<int64_t> grad_at = buffer<int64_t>(call.num_indices);
-  if (!call.is_pooled) {
-    for (int64_t i = 0; i < call.num_indices; i++) grad_at[i] = i * call.dim();
-  }
-  for (size_t bag = 0; call.is_pooled && bag + 1 < call.offsets.size(); bag++) {
-    const int64_t f = bag / features.batch_size, b = bag % features.batch_size;
-    std::fill(grad_at.get() + call.offsets[bag], grad_at.get() + call.offsets[bag + 1],
-              b * features.num_columns + features.column[f]);
-  }
-  const Buffer<T> scale = call.scales(true);
-  const Buffer<T> weight_scale = weights_grad ? call.scales(false) : nullptr;
-  const GradView<T> grad{static_cast<const T*>(grad_output.const_data_ptr()), grad_at.get(),
-                         scale.get(), weight_scale.get(),
-                         weights_grad ? data<T>(grad_weights) : nullptr};
-
+void backward(const Call<T>& call, const GradView<T>& grad,
+              const std::vector<CoreUpdate<T>>& updates) {
   std::vector<TableGrads<T>> grads;
   std::vector<std::pair<int64_t, int64_t>> jobs;  // (place in grads, chunk), then (.., slices)
   const std::vector<Chunk> all = call.chunks();
@@ -285,29 +273,34 @@ Tensor backward(const Call<T>& call, const Tensor& grad_output, bool weights_gra
       }
     }
   });
-  return grad_weights;
+  if (grad.grad_weights) cached_weight_gradients(call, grad);
 }
 
-using Ints = std::vector<int64_t>;
-using Tensors = std::vector<Tensor>;
-using MaybeTensor = std::optional<Tensor>;
+template <typename T>
+Tensor empty_weights_grad(const Call<T>& call, bool weights_grad) {
+  return torch::stable::empty({weights_grad ? call.num_indices : 0}, kScalarType<T>);
+}
 
-Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Tensor& offsets,
-                             const MaybeTensor& per_sample_weights, const Ints& tables,
-                             const Ints& feature_tables, std::string pooling) {
+Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Tensors& cached_rows,
+                             const Tensor& offsets, const MaybeTensor& per_sample_weights,
+                             const Ints& tables, const Ints& feature_tables, std::string pooling) {
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
-    return forward(Call<T>(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling));
+    return forward(Call<T>(plan, cores, cached_rows, offsets, per_sample_weights, tables,
+                           feature_tables, pooling));
   });
 }
 
 std::tuple<Tensors, Tensor> embedding_bag_backward_dense(
-    const Tensor& grad_output, const Tensors& plan, const Tensors& cores, const Tensor& offsets,
-    const MaybeTensor& per_sample_weights, const Ints& tables, const Ints& feature_tables,
-    std::string pooling, bool weights_grad) {
+    const Tensor& grad_output, const Tensors& plan, const Tensors& cores,
+    const Tensors& cached_rows, const Tensor& offsets, const MaybeTensor& per_sample_weights,
+    const Ints& tables, const Ints& feature_tables, std::string pooling, bool weights_grad) {
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
+    const Call<T> call(plan, cores, cached_rows, offsets, per_sample_weights, tables,
+                       feature_tables, pooling);
+    Tensor grad_weights = empty_weights_grad(call, weights_grad);
+    const OutputGradient<T> grad(call, grad_output, weights_grad ? data<T>(grad_weights) : nullptr);
     Tensors grad_cores;
     for (const Tensor& core : cores) {
       grad_cores.push_back(
@@ -315,16 +308,17 @@ std::tuple<Tensors, Tensor> embedding_bag_backward_dense(
     }
     std::vector<CoreUpdate<T>> updates(cores.size());
     for (size_t i = 0; i < cores.size(); i++) updates[i].grad = data<T>(grad_cores[i]);
-    Tensor grad_weights = backward(call, grad_output, weights_grad, updates);
+    backward(call, grad.view, updates);
     return std::tuple<Tensors, Tensor>(grad_cores, grad_weights);
   });
 }
 
 Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& plan,
                                      const Tensors& cores, const Tensors& states,
-                                     const Tensor& offsets, const MaybeTensor& per_sample_weights,
-                                     const Ints& tables, const Ints& feature_tables,
-                                     std::string pooling, bool weights_grad, std::string optimizer,
+                                     const Tensors& cached_rows, const Tensor& offsets,
+                                     const MaybeTensor& per_sample_weights, const Ints& tables,
+                                     const Ints& feature_tables, std::string pooling,
+                                     bool weights_grad, std::string optimizer,
                                      double learning_rate, double eps, const Ints& rounding_seeds) {
   TT_CHECK(optimizer != "adam",
            "optimizer must leave slices without a gradient alone, got adam: use step_cores");
@@ -335,9 +329,12 @@ Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& p
   settings.rounding_seeds = rounding_seeds;
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> call(plan, cores, offsets, per_sample_weights, tables, feature_tables, pooling);
-    check_grad_output(call, grad_output);
-    return backward(call, grad_output, weights_grad, settings.updates<T>(cores, states));
+    const Call<T> call(plan, cores, cached_rows, offsets, per_sample_weights, tables,
+                       feature_tables, pooling);
+    Tensor grad_weights = empty_weights_grad(call, weights_grad);
+    const OutputGradient<T> grad(call, grad_output, weights_grad ? data<T>(grad_weights) : nullptr);
+    backward(call, grad.view, settings.updates<T>(cores, states));
+    return grad_weights;
   });
 }
 

@@ -7,6 +7,8 @@
 
 #include "peak.h"
 #include "prefix_batch.h"
+#include "row_cache_kernels.h"
+#include "row_tags_kernels.h"
 #include "update.h"
 
 namespace torchrec_tt::TT_ISA {
@@ -64,16 +66,17 @@ static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, 
 }
 
 template <typename T>
-static void pool(const T* rows, int64_t dim, const PlanView& plan, int64_t first_row, const T* scale,
-                 const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out) {
+static void pool(const RowsView<T>& rows, int64_t dim, const PlanView& plan, const T* scale,
+                 const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out,
+                 T* scratch) {
   constexpr int64_t kAhead = 8;  // a row lies anywhere, and is asked for this many indices before
-  const auto row = [&](int64_t i) { return rows + (plan.inverse[i] - first_row) * dim; };
+  const auto row = [&](int64_t i) { return read_row(rows, plan, plan.inverse[i], dim, scratch); };
   const int64_t last = bags ? bags[end] : end;
   for (int64_t bag = begin; bag < end; bag++, out += ld_out) {
     const int64_t first = bags ? bags[bag] : bag, next = bags ? bags[bag + 1] : bag + 1;
     if (first == next) std::memset(out, 0, dim * sizeof(T));
     for (int64_t i = first; i < next; i++) {
-      if (i + kAhead < last) prefetch(row(i + kAhead), dim);
+      if (i + kAhead < last) prefetch_row(rows, plan, plan.inverse[i + kAhead], dim);
       if (i > first) {
         scaled<T, true>(row(i), scale ? scale[i] : T(1), dim, out);
       } else if (scale) {
@@ -82,38 +85,6 @@ static void pool(const T* rows, int64_t dim, const PlanView& plan, int64_t first
         copy(row(i), dim, out);
       }
     }
-  }
-}
-
-// The gradient of unique row u, summed over its indices in order: in `scratch`, or in place.
-template <typename T>
-TT_INLINE const T* row_gradient(const PlanView& plan, const GradView<T>& grad, int64_t u,
-                                int64_t dim, T* scratch) {
-  const int64_t begin = plan.row_starts[u], end = plan.row_starts[u + 1];
-  if (end - begin == 1 && !grad.scale) return grad.grad_output + grad.grad_at[plan.order[begin]];
-  for (int64_t s = begin; s < end; s++) {
-    const int64_t i = plan.order[s];
-    const T* from = grad.grad_output + grad.grad_at[i];
-    const T scale = grad.scale ? grad.scale[i] : T(1);
-    if (s == begin) {
-      scaled<T, false>(from, scale, dim, scratch);
-    } else {
-      scaled<T, true>(from, scale, dim, scratch);
-    }
-  }
-  return scratch;
-}
-
-// The weight's gradient of each index of unique row u: <row, its bag's gradient>.
-template <typename T>
-static void weight_gradients(const PlanView& plan, const GradView<T>& grad, int64_t u, const T* row,
-                             int64_t dim) {
-  for (int64_t s = plan.row_starts[u]; s < plan.row_starts[u + 1]; s++) {
-    const int64_t i = plan.order[s];
-    const T* from = grad.grad_output + grad.grad_at[i];
-    T sum;
-    dot_block<T, 1, 1, false>(row, dim, from, dim, dim, &sum, 1);
-    grad.grad_weights[i] = grad.weight_scale ? grad.weight_scale[i] * sum : sum;
   }
 }
 
@@ -307,6 +278,9 @@ constexpr Kernels<T> make_kernels() {
           &head_forward<T>,
           &head_grad0<T>,
           &head_grad1<T>,
+          &find_slots,
+          &cached_weight_gradients<T>,
+          &step_rows<T>,
           &multiply_adds<T>};
 }
 

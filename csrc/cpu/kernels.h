@@ -57,6 +57,22 @@ struct GradView {
   T* grad_weights;           // [N] or null
 };
 
+// Where the unique rows of a table are read: computed ones in order, cached ones in their slots.
+template <typename T>
+struct RowsView {
+  const T* computed;           // [end_row - first_row, dim]
+  int64_t first_row, end_row;  // the unique rows that were computed
+  const void* cached;          // [C, dim], not read where no unique row is cached
+  Storage storage;             // of the cached rows
+  int64_t cached_key;          // key of slot 0
+};
+
+// The slots of a table's cache: which rows they hold, and the key of slot 0 in the plan.
+struct CachedSlots {
+  const int64_t* ids;  // [C]
+  int64_t key_base;
+};
+
 enum class Optimizer { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
 
 // What to do with the gradient of a core's slice (update.h).
@@ -71,6 +87,7 @@ struct CoreUpdate {
   Storage storage = Storage::kNative;
   bool is_stochastic = false;  // how a 16-bit core is rounded
   uint64_t rounding_key = 0;   // of the table, the core and the step
+  int64_t rounding_shift = 0;  // from an element's place in the core to the one that rounds it
   T* moment1 = nullptr;        // adagrad: like the core; rowwise_adagrad: [m_k]; adam: like the core
   T* moment2 = nullptr;        // adam: like the core
 };
@@ -151,10 +168,10 @@ struct Kernels {
   // rows[(u - first_row) * dim] for the unique rows u of prefixes [begin, end)
   void (*forward)(const TableView<T>&, const PlanView&, int64_t begin, int64_t end, T* rows,
                   int64_t first_row, T* scratch);
-  // out = sum of scale[i] * rows[inverse[i] - first_row] for every bag in [begin, end), in rows of
-  // ld_out; i in [bags[bag], bags[bag + 1]), or i = bag where bags is null
-  void (*pool)(const T* rows, int64_t dim, const PlanView&, int64_t first_row, const T* scale,
-               const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out);
+  // out = sum of scale[i] * row inverse[i] for every bag in [begin, end), in rows of ld_out;
+  // i in [bags[bag], bags[bag + 1]), or i = bag where bags is null; scratch [dim]
+  void (*pool)(const RowsView<T>&, int64_t dim, const PlanView&, const T* scale,
+               const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out, T* scratch);
   void (*backward)(const TableView<T>&, const PlanView&, const GradView<T>&, const CoreUpdate<T>& mid,
                    const BackwardChunk<T>&, T* scratch);
   void (*transpose_last)(const TableView<T>&, int64_t begin, int64_t end, T* out, T* scratch);
@@ -169,6 +186,15 @@ struct Kernels {
                      T* scratch);
   void (*head_grad1)(const HeadPair<T>&, int64_t digit, const T* grad_head, T* grad1,
                      T* scratch);
+  // slots[i]: where row ids[i] lies among num_sets > 0 sets of tags (row_tags.h), or -1
+  void (*find_slots)(const int64_t* ids, int64_t n, const int64_t* tags, int64_t num_sets,
+                     int64_t* slots);
+  // the weights' gradients of the indices of cached unique rows [begin, end); scratch [dim]
+  void (*cached_weight_gradients)(const RowsView<T>&, int64_t dim, const PlanView&,
+                                  const GradView<T>&, int64_t begin, int64_t end, T* scratch);
+  // steps cached unique rows [begin, end) of one table on their gradients; scratch [dim]
+  void (*step_rows)(const CoreUpdate<T>&, const CachedSlots&, int64_t dim, const PlanView&,
+                    const GradView<T>&, int64_t begin, int64_t end, T* scratch);
   // `rounds` times kSumsOfPeak multiply-adds of vectors in registers; the result means nothing
   T (*multiply_adds)(int64_t rounds);
 };

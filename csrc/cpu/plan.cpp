@@ -7,17 +7,19 @@
 //   row_starts    [N + 1] int32  unique row u's sorted positions are [row_starts[u], row_starts[u + 1])
 //   prefix_starts [N + 1] int32  prefix q's unique rows are [prefix_starts[q], prefix_starts[q + 1])
 //   counts        [4] int64      U, U that go through the cores, Q, ids out of range
-// What lies past U or Q is filled so that it reads as empty: keys INT64_MAX, starts N and U.
+// What lies past U or Q is filled so that it reads as empty: keys INT64_MAX, starts N and, of
+// prefixes, the unique rows that go through the cores.
 // A key is key_base + (mid * m_head + head) * m_last + last (see tt_shape.h), so keys sort by
-// (table, mid, head, last).
+// (table, mid, head, last). That of a row in a cache comes past those of all tables: their number +
+// the slots of earlier tables' caches + its slot (row_tags.h).
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
 
-#include "../stable.h"
-#include "../tt_shape.h"
+#include "call.h"
+#include "isa.h"
 
 namespace torchrec_tt {
 namespace {
@@ -58,10 +60,38 @@ void for_each_block(const std::vector<Block>& blocks, const F& f) {
 
 enum class CheckMode { kFatal, kReplace };
 
+// The tags of one table's cache, and the key of its slot 0.
+struct CacheTags {
+  const int64_t* ids;  // [num_slots]
+  int64_t num_slots, key_base;
+};
+
+// Gives the indices [begin, end), of one table, whose rows are cached their slots' keys.
+template <typename Index, typename Key>
+void write_cached_keys(const Index* indices, int64_t begin, int64_t end, const TTShape& table,
+                       const CacheTags& cache, Key* keys) {
+  constexpr int64_t kAtOnce = 512;
+  int64_t ids[kAtOnce], slots[kAtOnce];
+  const int64_t num_sets = cache.num_slots / kWays;
+  for (; begin < end; begin += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, end - begin);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t id = static_cast<int64_t>(indices[begin + i]);
+      ids[i] = table.row_offset + (id >= 0 && id < table.num_rows ? id : 0);
+    }
+    kernels<float>().find_slots(ids, count, cache.ids, num_sets, slots);
+    for (int64_t i = 0; i < count; i++) {
+      const Key key = static_cast<Key>(cache.key_base + slots[i]);
+      keys[begin + i] = slots[i] < 0 ? keys[begin + i] : key;
+    }
+  }
+}
+
 // Writes each id's key; returns how many ids were out of range (they read row 0), or throws.
 template <typename Index, typename Offset, typename Key>
 int64_t write_keys(const Index* indices, const Offset* offsets, const std::vector<TTShape>& tables,
-                   const Features& features, CheckMode mode, Key* keys) {
+                   const std::vector<CacheTags>& caches, const Features& features, CheckMode mode,
+                   Key* keys) {
   int64_t num_bad = 0;
   for (size_t f = 0; f < features.table.size(); f++) {
     const TTShape& table = tables[features.table[f]];
@@ -86,6 +116,8 @@ int64_t write_keys(const Index* indices, const Offset* offsets, const std::vecto
       keys[i] = static_cast<Key>(table.key_base + (mid * m_head + head) * m_last +
                                  (row - prefix * m_last));
     }
+    const CacheTags& cache = caches[features.table[f]];
+    if (cache.num_slots) write_cached_keys(indices, begin, end, table, cache, keys);
   }
   return num_bad;
 }
@@ -144,64 +176,89 @@ struct PlanPointers {
   int64_t* counts;
 };
 
-// Marks where the sorted keys change row and prefix.
+// Marks where the sorted keys change row and prefix; cached rows, from `cached_key` on, have none.
 template <typename Key>
-void find_rows(const Key* keys, int64_t n, const std::vector<TTShape>& tables,
+void find_rows(const Key* keys, int64_t n, const std::vector<TTShape>& tables, int64_t cached_key,
                const PlanPointers& plan) {
   int64_t num_rows = 0, num_prefixes = 0, t = -1;
   int64_t prefix_end = 0;  // first key past the current prefix
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t key = static_cast<int64_t>(keys[i]);
+  const int64_t first_cached =
+      std::lower_bound(keys, keys + n, static_cast<Key>(cached_key)) - keys;
+  const auto take = [&](int64_t i, auto begin_row) {
     if (i == 0 || keys[i] != keys[i - 1]) {
-      if (key >= prefix_end) {
-        while (t < 0 || key >= tables[t].key_base + tables[t].padded_rows()) t++;
-        const int64_t m_last = tables[t].m_last();
-        prefix_end = tables[t].key_base + ((key - tables[t].key_base) / m_last + 1) * m_last;
-        plan.prefix_starts[num_prefixes++] = static_cast<int32_t>(num_rows);
-      }
+      begin_row(static_cast<int64_t>(keys[i]));
       plan.row_starts[num_rows] = static_cast<int32_t>(i);
-      plan.row_keys[num_rows++] = key;
+      plan.row_keys[num_rows++] = static_cast<int64_t>(keys[i]);
     }
     plan.inverse[plan.order[i]] = static_cast<int32_t>(num_rows - 1);
+  };
+  for (int64_t i = 0; i < first_cached; i++) {
+    take(i, [&](int64_t key) {
+      if (key < prefix_end) return;
+      while (t < 0 || key >= tables[t].key_base + tables[t].padded_rows()) t++;
+      const int64_t m_last = tables[t].m_last();
+      prefix_end = tables[t].key_base + ((key - tables[t].key_base) / m_last + 1) * m_last;
+      plan.prefix_starts[num_prefixes++] = static_cast<int32_t>(num_rows);
+    });
   }
+  const int64_t num_tt_rows = num_rows;
+  for (int64_t i = first_cached; i < n; i++) take(i, [](int64_t) {});
   std::fill(plan.row_keys + num_rows, plan.row_keys + n, std::numeric_limits<int64_t>::max());
   std::fill(plan.row_starts + num_rows, plan.row_starts + n + 1, static_cast<int32_t>(n));
   std::fill(plan.prefix_starts + num_prefixes, plan.prefix_starts + n + 1,
-            static_cast<int32_t>(num_rows));
+            static_cast<int32_t>(num_tt_rows));
   plan.counts[0] = num_rows;
-  plan.counts[1] = num_rows;
+  plan.counts[1] = num_tt_rows;
   plan.counts[2] = num_prefixes;
 }
 
 template <typename Index, typename Offset, typename Key>
 void make_plan(const Index* indices, const Offset* offsets, int64_t n,
-               const std::vector<TTShape>& tables, const Features& features, CheckMode mode,
-               const PlanPointers& plan) {
+               const std::vector<TTShape>& tables, const std::vector<CacheTags>& caches,
+               const Features& features, CheckMode mode, const PlanPointers& plan) {
   const int64_t num_offsets = static_cast<int64_t>(features.table.size()) * features.batch_size + 1;
   check_offsets(offsets, num_offsets, n);
   std::vector<Key> keys(2 * n);
   std::vector<int32_t> order_tmp(n);
-  plan.counts[3] = write_keys(indices, offsets, tables, features, mode, keys.data());
+  plan.counts[3] = write_keys(indices, offsets, tables, caches, features, mode, keys.data());
   for (int64_t i = 0; i < n; i++) plan.order[i] = static_cast<int32_t>(i);
-  const TTShape& last = tables.back();
-  sort_keys(keys.data(), plan.order, n, last.key_base + last.padded_rows() - 1, keys.data() + n,
-            order_tmp.data());
-  find_rows(keys.data(), n, tables, plan);
+  const int64_t largest_key = caches.back().key_base + caches.back().num_slots - 1;
+  sort_keys(keys.data(), plan.order, n, largest_key, keys.data() + n, order_tmp.data());
+  find_rows(keys.data(), n, tables, caches.front().key_base, plan);
 }
 
 template <typename Index, typename Offset>
 void make_plan_by_key(const Tensor& indices, const Tensor& offsets,
-                      const std::vector<TTShape>& tables, const Features& features, CheckMode mode,
-                      const PlanPointers& plan) {
+                      const std::vector<TTShape>& tables, const std::vector<CacheTags>& caches,
+                      const Features& features, CheckMode mode, const PlanPointers& plan) {
   const auto* index = static_cast<const Index*>(indices.const_data_ptr());
   const auto* offset = static_cast<const Offset*>(offsets.const_data_ptr());
   const int64_t n = indices.numel();
-  const TTShape& last = tables.back();
-  if (last.key_base + last.padded_rows() <= int64_t{std::numeric_limits<uint32_t>::max()}) {
-    make_plan<Index, Offset, uint32_t>(index, offset, n, tables, features, mode, plan);
+  const int64_t num_keys = caches.back().key_base + caches.back().num_slots;
+  if (num_keys <= int64_t{std::numeric_limits<uint32_t>::max()}) {
+    make_plan<Index, Offset, uint32_t>(index, offset, n, tables, caches, features, mode, plan);
   } else {
-    make_plan<Index, Offset, uint64_t>(index, offset, n, tables, features, mode, plan);
+    make_plan<Index, Offset, uint64_t>(index, offset, n, tables, caches, features, mode, plan);
   }
+}
+
+std::vector<CacheTags> take_tags(const Tensors& cache_ids, const std::vector<TTShape>& tables) {
+  TT_CHECK(cache_ids.empty() || cache_ids.size() == tables.size(),
+           "cache_ids must have one tensor per table, ", tables.size(), ", or none, got ",
+           cache_ids.size());
+  int64_t key_base = tables.back().key_base + tables.back().padded_rows();
+  std::vector<CacheTags> caches(tables.size());
+  for (size_t t = 0; t < tables.size(); t++) {
+    caches[t] = {nullptr, 0, key_base};
+    if (cache_ids.empty() || cache_ids[t].numel() == 0) continue;
+    check_cache_ids(cache_ids[t], t);
+    caches[t].ids = static_cast<const int64_t*>(cache_ids[t].const_data_ptr());
+    caches[t].num_slots = cache_ids[t].numel();
+    TT_CHECK(key_base <= std::numeric_limits<int64_t>::max() - caches[t].num_slots,
+             "tables must have less than 2^63 rows together, those of caches counted twice");
+    key_base += caches[t].num_slots;
+  }
+  return caches;
 }
 
 bool is_int64(const Tensor& tensor, const char* name) {
@@ -215,12 +272,14 @@ bool is_int64(const Tensor& tensor, const char* name) {
 
 std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
                          const std::vector<int64_t>& tables_flat,
-                         const std::vector<int64_t>& feature_tables, std::string check_mode) {
+                         const std::vector<int64_t>& feature_tables, std::string check_mode,
+                         const Tensors& cache_ids) {
   const auto tables = decode_tables(tables_flat);
   TT_CHECK(!tables.empty(), "tables must not be empty");
   const bool long_indices = is_int64(indices, "indices");
   const bool long_offsets = is_int64(offsets, "offsets");
   const Features features(feature_tables, tables, offsets.numel());
+  const std::vector<CacheTags> caches = take_tags(cache_ids, tables);
   const int64_t n = indices.numel();
   TT_CHECK(n < std::numeric_limits<int32_t>::max(), "indices must have less than 2^31 entries, got ",
            n);
@@ -246,7 +305,7 @@ std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
                                                      : make_plan_by_key<int64_t, int32_t>)
                                      : (long_offsets ? make_plan_by_key<int32_t, int64_t>
                                                      : make_plan_by_key<int32_t, int32_t>);
-  make_for(indices, offsets, tables, features, mode, pointers);
+  make_for(indices, offsets, tables, caches, features, mode, pointers);
   return {order, inverse, row_keys, row_starts, prefix_starts, counts};
 }
 

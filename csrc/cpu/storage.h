@@ -109,10 +109,11 @@ static void round_elements(const float* from, const Rounding& rounding, int64_t 
   }
 }
 
-// Puts back the n elements at `at` of a 16-bit core.
+// Puts back the n elements at `at` of a 16-bit core, rounded as those at `at + shift`.
 TT_INLINE void store_rounded(const float* from, Storage storage, const Rounding& rounding,
-                             int64_t at, int64_t n, void* core) {
+                             int64_t at, int64_t shift, int64_t n, void* core) {
   uint16_t* to = static_cast<uint16_t*>(core) + at;
+  at += shift;
   if (storage == Storage::kBFloat16) {
     rounding.is_stochastic ? round_elements<true, true>(from, rounding, at, n, to)
                            : round_elements<false, true>(from, rounding, at, n, to);

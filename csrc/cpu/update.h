@@ -91,7 +91,9 @@ static void update(const CoreUpdate<T>& u, int64_t offset, const T* grad, int64_
   for_pieces(u, offset, grad, rows, cols, ld, [&](int64_t at, int64_t n, T* w, const T* g) {
     step_elements(u, g, at, n, scale, w);
     if constexpr (std::is_same_v<T, float>) {
-      if (u.storage != Storage::kNative) store_rounded(w, u.storage, rounding, at, n, u.weight);
+      if (u.storage != Storage::kNative) {
+        store_rounded(w, u.storage, rounding, at, u.rounding_shift, n, u.weight);
+      }
     }
   });
 }

@@ -1,6 +1,7 @@
 """Small batches of tables, and what a lookup in them must give."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,16 +110,24 @@ def big_batch() -> tuple[Lookup, list[Tensor], Tensor, Tensor]:
 
 
 def dense_lookup(
-    cores: list[Tensor], batch: Batch, *, lookup: Lookup, weights: Tensor | None = None
+    cores: list[Tensor],
+    batch: Batch,
+    *,
+    lookup: Lookup,
+    weights: Tensor | None = None,
+    cached: Sequence[tuple[Tensor, Tensor]] | None = None,  # of each table: row ids, their rows
 ) -> Tensor:
-    """The whole tables, then torch's own embedding_bag: the definition."""
+    """The whole tables, cached rows in place of the cores', then torch's own embedding_bag."""
     batch_size = (len(batch.offsets) - 1) // len(lookup.feature_tables)
     outputs, tables, first = [], [], 0
-    for table in lookup.tables:
+    for t, table in enumerate(lookup.tables):
         own = cores[first : first + table.shape.num_cores]
         first += table.shape.num_cores
-        block = dense(own, shape=table.shape)[table.row_offset :][: table.block_size]
-        tables.append(block)
+        whole = dense(own, shape=table.shape)
+        if cached is not None:
+            ids, rows = cached[t]
+            whole = whole.index_put((ids,), rows)
+        tables.append(whole[table.row_offset :][: table.block_size])
     for feature, t in enumerate(lookup.feature_tables):
         offsets = batch.offsets[feature * batch_size : (feature + 1) * batch_size + 1]
         begin, end = int(offsets[0]), int(offsets[-1])

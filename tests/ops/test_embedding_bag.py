@@ -130,9 +130,9 @@ def operator_calls():
     grad = torch.randn(23, lookup.num_columns)
     states = [torch.ones_like(core) for core in cores]
     ops = torch.ops.torchrec_tt
-    head = (the_plan, cores, batch.offsets, weights, tables, features, "sum")
+    head = (the_plan, cores, [], batch.offsets, weights, tables, features, "sum")
     return {
-        "plan": (ops.plan, (batch.indices, batch.offsets, tables, features, "fatal")),
+        "plan": (ops.plan, (batch.indices, batch.offsets, tables, features, "fatal", [])),
         "forward": (ops.embedding_bag_forward, head),
         "backward_dense": (ops.embedding_bag_backward_dense, (grad, *head, True)),
         "step_cores": (

@@ -17,6 +17,7 @@ def plan(
     offsets: Tensor,  # [F * B + 1] int32 or int64
     *,
     lookup: Lookup,
+    cache_ids: Sequence[Tensor] = (),  # of every table in turn, [C]; C = 0: no cache
 ) -> list[Tensor]:
     """Returns the batch's plan: its ids sorted by (table, mid, head, last digit), once.
 
@@ -24,9 +25,13 @@ def plan(
     [N + 1] (int32), row_keys [N] (int64), and counts [4] (int64: unique rows, those that go
     through the cores, unique prefixes, ids out of range); csrc/cpu/plan.cpp says what they hold.
 
+    `cache_ids` are the rows in each slot of a table's cache, `row_offset + id`, and -1 where it is
+    empty; C is a multiple of 8, and csrc/row_tags.h says in which slots a row may lie. Cached rows
+    come last in the plan and do not go through the cores.
+
     Raises:
-        ValueError: if offsets do not start at 0, decrease or do not end at N, or, with check_mode
-            "fatal", an id is outside its table.
+        ValueError: if offsets do not start at 0, decrease or do not end at N, an id is outside its
+            table with check_mode "fatal", or cache_ids have another dtype or shape.
     """
     check_tensors(indices=indices, offsets=offsets)
     try:
@@ -36,6 +41,7 @@ def plan(
             lookup.encoded_tables,
             lookup.feature_tables,
             lookup.check_mode,
+            cache_ids,
         )
     except ValueError as error:
         raise ValueError(lookup.with_table_names(str(error))) from None
@@ -51,10 +57,12 @@ def embedding_bag_forward(
     offsets: Tensor,  # [F * B + 1]
     lookup: Lookup,
     per_sample_weights: Tensor | None = None,  # [N]
+    cached_rows: Sequence[Tensor] = (),  # of every table in turn, [C, D]; those of the plan
 ) -> Tensor:  # [B, sum over features of D]
     """Returns the pooled rows, feature after feature: sum_i w_i row_i, for mean over the length.
 
     Without pooling, the rows themselves, [N, D]. Float64 for float64 cores, else float32.
+    Cached rows are float32, bfloat16 or float16, and float64 for float64 cores.
     """
     if per_sample_weights is not None and per_sample_weights.dim() != 1:
         raise ValueError(
@@ -63,6 +71,7 @@ def embedding_bag_forward(
     return operators().embedding_bag_forward(
         plan,
         cores,
+        cached_rows,
         offsets,
         per_sample_weights,
         lookup.encoded_tables,
@@ -80,12 +89,17 @@ def embedding_bag_backward_dense(
     lookup: Lookup,
     per_sample_weights: Tensor | None = None,
     weights_grad: bool = False,
+    cached_rows: Sequence[Tensor] = (),
 ) -> tuple[list[Tensor], Tensor]:  # like cores, and [N] (or [0] without weights_grad)
-    """Returns the gradients of all cores, and of the per-sample weights if asked."""
+    """Returns the gradients of all cores, and of the per-sample weights if asked.
+
+    Cached rows give the cores no gradient: `step_cached_rows` trains them.
+    """
     return operators().embedding_bag_backward_dense(
         grad_output.contiguous(),
         plan,
         cores,
+        cached_rows,
         offsets,
         per_sample_weights,
         lookup.encoded_tables,
@@ -109,6 +123,7 @@ def embedding_bag_backward_update(
     rounding_seeds: Sequence[int] = (),
     per_sample_weights: Tensor | None = None,
     weights_grad: bool = False,
+    cached_rows: Sequence[Tensor] = (),
 ) -> Tensor:  # [N] (or [0] without weights_grad)
     """Steps the cores on their gradients in one pass, touching only slices that got one.
 
@@ -120,6 +135,7 @@ def embedding_bag_backward_update(
         plan,
         cores,
         states,
+        cached_rows,
         offsets,
         per_sample_weights,
         lookup.encoded_tables,
@@ -220,9 +236,14 @@ def cpu_peak_gflops() -> float:
 
 @register_fake("plan")
 def _fake_plan(
-    indices: Tensor, offsets: Tensor, tables: list[int], feature_tables: list[int], check_mode: str
+    indices: Tensor,
+    offsets: Tensor,
+    tables: list[int],
+    feature_tables: list[int],
+    check_mode: str,
+    cache_ids: list[Tensor],
 ) -> list[Tensor]:
-    _check_one_device(indices.device, offsets=[offsets])
+    _check_one_device(indices.device, offsets=[offsets], cache_ids=cache_ids)
     n = indices.shape[0]
     sizes = (n, n, n, n + 1, n + 1, 4)
     dtypes = (torch.int32, torch.int32, torch.int64, torch.int32, torch.int32, torch.int64)
@@ -233,6 +254,7 @@ def _fake_plan(
 def _fake_forward(
     plan: list[Tensor],
     cores: list[Tensor],
+    cached_rows: list[Tensor],
     offsets: Tensor,
     per_sample_weights: Tensor | None,
     tables: list[int],
@@ -244,6 +266,7 @@ def _fake_forward(
     if device.type != "meta":  # cores without values give an output without any
         weights = [] if per_sample_weights is None else [per_sample_weights]
         _check_one_device(device, indices=plan, offsets=[offsets], per_sample_weights=weights)
+        _check_one_device(device, cached_rows=cached_rows)
     dims = _embedding_dims(tables)
     if pooling == "none":
         return cores[0].new_empty(plan[0].shape[0], dims[0], dtype=sum_dtype(cores[0]))
@@ -257,6 +280,7 @@ def _fake_backward_dense(
     grad_output: Tensor,
     plan: list[Tensor],
     cores: list[Tensor],
+    cached_rows: list[Tensor],
     offsets: Tensor,
     per_sample_weights: Tensor | None,
     tables: list[int],
@@ -275,6 +299,7 @@ def _fake_backward_update(
     plan: list[Tensor],
     cores: list[Tensor],
     states: list[Tensor],
+    cached_rows: list[Tensor],
     offsets: Tensor,
     per_sample_weights: Tensor | None,
     tables: list[int],

@@ -1,0 +1,49 @@
+// What a unique row, of the cores or of the cache, gets from the gradients of its indices.
+#pragma once
+
+#include "prefix_batch.h"
+
+namespace torchrec_tt::TT_ISA {
+
+// The gradient of unique row u, summed over its indices in order: in `scratch`, or in place.
+// Asks for what is summed next, up to the sorted position `asked_end`.
+template <typename T>
+TT_INLINE const T* row_gradient(const PlanView& plan, const GradView<T>& grad, int64_t u,
+                                int64_t dim, T* scratch, int64_t asked_end = 0) {
+  constexpr int64_t kAhead = 8;
+  const int64_t begin = plan.row_starts[u], end = plan.row_starts[u + 1];
+  const auto ask = [&](int64_t s) {
+    if (s < asked_end) prefetch(grad.grad_output + grad.grad_at[plan.order[s]], dim);
+  };
+  if (end - begin == 1 && !grad.scale) {
+    ask(begin + kAhead);
+    return grad.grad_output + grad.grad_at[plan.order[begin]];
+  }
+  for (int64_t s = begin; s < end; s++) {
+    ask(s + kAhead);
+    const int64_t i = plan.order[s];
+    const T* from = grad.grad_output + grad.grad_at[i];
+    const T scale = grad.scale ? grad.scale[i] : T(1);
+    if (s == begin) {
+      scaled<T, false>(from, scale, dim, scratch);
+    } else {
+      scaled<T, true>(from, scale, dim, scratch);
+    }
+  }
+  return scratch;
+}
+
+// The weight's gradient of each index of unique row u: <row, its bag's gradient>.
+template <typename T>
+static void weight_gradients(const PlanView& plan, const GradView<T>& grad, int64_t u, const T* row,
+                             int64_t dim) {
+  for (int64_t s = plan.row_starts[u]; s < plan.row_starts[u + 1]; s++) {
+    const int64_t i = plan.order[s];
+    const T* from = grad.grad_output + grad.grad_at[i];
+    T sum;
+    dot_block<T, 1, 1, false>(row, dim, from, dim, dim, &sum, 1);
+    grad.grad_weights[i] = grad.weight_scale ? grad.weight_scale[i] * sum : sum;
+  }
+}
+
+}  // namespace torchrec_tt::TT_ISA
