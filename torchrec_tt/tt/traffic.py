@@ -35,13 +35,19 @@ class Traffic:
     """
 
     zipf_exponent: float = CRITEO_EXPONENT
-    histogram: tuple[tuple[int, float], ...] | None = None
+    histogram: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.zipf_exponent < math.inf:
             raise ValueError(f"zipf_exponent must not be negative, got {self.zipf_exponent}")
         if self.histogram is not None:
             _check_histogram(self.histogram)
+
+    def of_shard(self, num_shards: int) -> "Traffic":
+        """Returns the traffic of one of `num_shards` blocks of the rows, popular ids scattered."""
+        if self.histogram is None or num_shards == 1:
+            return self
+        return Traffic(histogram=tuple((n / num_shards, share) for n, share in self.histogram))
 
     def expected_unique(self, num_draws: float, *, num_values: int) -> float:
         """Returns the expected number of distinct ids among `num_draws` of `num_values` ids.
@@ -147,8 +153,8 @@ def _beyond(groups: Sequence[tuple[float, float]], num_cached: float) -> list[tu
     return left
 
 
-def _check_histogram(histogram: tuple[tuple[int, float], ...]) -> None:
-    if not histogram or any(n < 1 or share <= 0 for n, share in histogram):
+def _check_histogram(histogram: tuple[tuple[float, float], ...]) -> None:
+    if not histogram or any(n <= 0 or share <= 0 for n, share in histogram):
         raise ValueError(
             f"histogram must have positive numbers of ids and shares, got {histogram[:8]}"
         )

@@ -1,3 +1,5 @@
+import dataclasses
+import re
 import time
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -24,6 +27,7 @@ from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharde
 from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner, tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+from torchrec_tt.tt.traffic import Traffic
 
 MIB = 1024**2
 TT_KINDS = ["data_parallel", "row_wise", "table_row_wise", "table_wise"]
@@ -195,3 +199,103 @@ def test_u12_every_option_of_the_planner_builds_and_learns(
 ) -> None:
     for found in request.getfixturevalue(ranks).run(every_option):
         assert found == [f"{kind} {TT_COMPUTE_KERNEL}" for kind in TT_KINDS]
+
+
+def test_constraints_on_tables_that_are_not_there_are_refused_with_the_nearest() -> None:
+    misspelt = {"t00": ParameterConstraints(sharding_types=["table_wise"])}
+    with pytest.raises(ValueError, match=r"constraints must name tables .* got 't00'.* 't0'"):
+        planner(constraints=misspelt).plan(toy(), [TTEmbeddingBagCollectionSharder()])
+
+
+def test_traffic_of_tables_that_are_not_there_is_refused_with_the_nearest() -> None:
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    one = tt_planner(topology, batch_size=8, traffic={"t2": Traffic()})
+    with pytest.raises(ValueError, match=r"traffic must name tables .* got 't2'"):
+        one.plan(toy(), [TTEmbeddingBagCollectionSharder()])
+
+
+def test_u06_an_error_names_the_table_its_bytes_the_cap_and_a_rank_that_fits() -> None:
+    rows = EmbeddingBagConfig(
+        name="huge", num_embeddings=10**9, embedding_dim=128, feature_names=["f"]
+    )
+    model = nn.Sequential(EmbeddingBagCollection([rows], device="meta"))
+    with pytest.raises(PlannerError) as error:
+        planner(ddr_cap=1024 * MIB).plan(model, [EmbeddingBagCollectionSharder()])
+    assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+    message = str(error.value)
+    assert "table 'huge' needs at least 512," in message  # 10^9 x 128 x 4 bytes and its IO
+    assert f"a rank has {1024 * MIB:,}" in message
+    assert "as a TT table of rank 256 it would need" in message
+
+
+def test_a_tt_table_that_does_not_fit_is_told_a_lower_rank() -> None:
+    tt = TTEmbeddingBagConfig(
+        name="big", num_embeddings=10**7, embedding_dim=64, feature_names=["f"], tt_ranks=[64, 64]
+    )
+    model = nn.Sequential(TTEmbeddingBagCollection([tt], device="meta"))
+    with pytest.raises(PlannerError, match=r"table 'big' needs at least .* of rank (\d+)") as error:
+        planner(ddr_cap=8 * MIB).plan(model, [TTEmbeddingBagCollectionSharder()])
+    rank = int(re.search(r"of rank (\d+)", str(error.value)).group(1))
+    fitting = dataclasses.replace(tt, tt_ranks=[rank, rank])
+    model = nn.Sequential(TTEmbeddingBagCollection([fitting], device="meta"))
+    planner(ddr_cap=8 * MIB).plan(model, [TTEmbeddingBagCollectionSharder()])
+
+
+def test_tables_that_fit_one_by_one_but_not_together_are_added_up() -> None:
+    many = [
+        EmbeddingBagConfig(
+            name=f"r{i}", num_embeddings=100_000, embedding_dim=64, feature_names=[f"f{i}"]
+        )
+        for i in range(8)
+    ]
+    model = nn.Sequential(EmbeddingBagCollection(many, device="meta"))
+    with pytest.raises(PlannerError, match=r"all tables need .* largest table is 'r0'"):
+        planner(ddr_cap=64 * MIB).plan(model, [EmbeddingBagCollectionSharder()])
+
+
+def many_tables(count: int, *, is_tt: bool) -> nn.Module:
+    size = {"num_embeddings": 1_000_000, "embedding_dim": 64}
+    kind, kwargs = (
+        (TTEmbeddingBagConfig, {"tt_ranks": [16, 16]})
+        if is_tt
+        else (
+            EmbeddingBagConfig,
+            {},
+        )
+    )
+    tables = [kind(name=f"t{i}", feature_names=[f"f{i}"], **size, **kwargs) for i in range(count)]
+    collection = TTEmbeddingBagCollection if is_tt else EmbeddingBagCollection
+    return nn.Sequential(collection(tables, device="meta"))
+
+
+@pytest.mark.slow
+def test_a_time_out_ends_planning_with_the_best_plan_so_far() -> None:
+    model, sharders = many_tables(40, is_tt=False), [EmbeddingBagCollectionSharder()]
+    topology = Topology(world_size=16, local_world_size=8, compute_device="cuda")
+    found = {}
+    for seconds in (1, 600):
+        one = tt_planner(topology, batch_size=128, timeout_seconds=seconds)
+        one._enumerator.enumerate(model, sharders)  # it is not what the limit is for
+        start = time.process_time()
+        plan = one.plan(model, sharders)
+        found[seconds] = (time.process_time() - start, one._num_proposals)
+        assert len(plan.plan["0"]) == 40
+    assert found[1][1] < found[600][1]
+    assert found[1][0] < found[600][0]
+
+
+@pytest.mark.slow
+def test_tt_tables_are_planned_in_the_time_of_as_many_regular_ones() -> None:
+    topology = Topology(world_size=16, local_world_size=8, compute_device="cuda")
+    stock = EmbeddingShardingPlanner(topology=topology, batch_size=128, debug=False)
+    ours = tt_planner(topology, batch_size=128)
+    seconds = []
+    for one, sharder, is_tt in (
+        (stock, EmbeddingBagCollectionSharder(), False),
+        (ours, TTEmbeddingBagCollectionSharder(), True),
+    ):
+        model = many_tables(16, is_tt=is_tt)
+        start = time.process_time()
+        one.plan(model, [sharder])
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 1.2 * seconds[0]

@@ -1,5 +1,7 @@
 """The sharding options of a model with Tensor-Train tables."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,16 @@ from torchrec_tt.modules.embedding_configs import TTTableConfig
 from torchrec_tt.modules.embedding_modules import tt_configs
 
 
+def check_table_names(argument: str, names: Iterable[str], options: list[ShardingOption]) -> None:
+    """Raises ValueError for a name that is none of the options' tables."""
+    known = {option.name for option in options}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(f"{argument} must name tables that are sharded, got {name!r}{hint}")
+
+
 class TTEmbeddingEnumerator(EmbeddingEnumerator):
     """EmbeddingEnumerator that gives every table the options it really has.
 
@@ -36,11 +48,14 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         """Returns the options of all tables, with estimates.
 
         Raises:
-            ValueError: if a constraint asks of a TT table what it cannot have.
+            ValueError: if a constraint asks of a TT table what it cannot have, or names a table
+                that no sharder shards.
         """
         collections = [c for m in module.modules() if (c := tt_collection(m)) is not None]
         self._check_constraints([t for c in collections for t in tt_configs(c.table_configs())])
-        return super().enumerate(module, sharders)
+        options = super().enumerate(module, sharders)
+        check_table_names("constraints", self._constraints or {}, options)
+        return options
 
     def _check_constraints(self, tables: list[TTTableConfig]) -> None:
         for table in tables:

@@ -1,38 +1,86 @@
 """tt_planner: TorchRec's planner, knowing what Tensor-Train tables cost and can do."""
 
+import copy
+import dataclasses
 import pickle
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_tt.distributed.fused_params import check_fused_params
-from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
-from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
+from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator, check_table_names
+from torchrec_tt.distributed.planner.failures import explain_failure
+from torchrec_tt.distributed.planner.hardware import Hardware
+from torchrec_tt.distributed.planner.perf_models import TTPerfModel
+from torchrec_tt.distributed.planner.proposers import TTUniformProposer
+from torchrec_tt.distributed.planner.shard_estimators import (
+    TTPerfEstimator,
+    TTStorageEstimator,
+    tt_shape_of,
+)
+from torchrec_tt.distributed.planner.stats import PlanReport, TTEmbeddingStats, placements
 from torchrec_tt.distributed.sharding_plan import check_plan, tt_collection
 from torchrec_tt.modules.embedding_modules import TTCollection
+from torchrec_tt.tt.traffic import Traffic
 
 
 class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """EmbeddingShardingPlanner that refuses bad plans and raises on every rank.
 
     Use `tt_planner` to make one with the estimators of Tensor-Train tables.
+
+    Args:
+        storage_estimator: that of the enumerator, for reports.
+        perf_model: for reports, and for plans unless there is a `performance_model`.
+        traffic: by table, as the estimators have it.
+        kwargs: arguments of EmbeddingShardingPlanner.
     """
+
+    def __init__(
+        self,
+        *,
+        storage_estimator: TTStorageEstimator,
+        perf_model: TTPerfModel,
+        traffic: dict[str, Traffic] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**{"performance_model": perf_model, **kwargs})
+        self._storage_estimator = storage_estimator
+        self._report_model = perf_model
+        self._traffic = traffic or {}
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Returns the best plan.
 
         Raises:
             ValueError: if no sharder shards a TT collection, or a constraint or the
-                sharder's `fused_params` ask for what a TT table cannot have.
-            PlannerError: if nothing fits, as TorchRec's planner.
+                sharder's `fused_params` ask for what a TT table cannot have, or name no table.
+            PlannerError: if nothing fits, as TorchRec's planner; the message names the table that
+                does not, its bytes, the cap, and the TT rank that would fit.
         """
         _check_sharders(module, sharders)
-        plan = super().plan(module, sharders)
+        if self._traffic:
+            options = self._enumerator.enumerate(module, sharders)
+            check_table_names("traffic", self._traffic, options)
+        try:
+            plan = super().plan(module, sharders)
+        except PlannerError as error:
+            options = self._enumerator.enumerate(module, sharders)
+            raise PlannerError(
+                f"{explain_failure(options, self._available(module, sharders))}\n{error}",
+                error.error_type,
+            ) from error
         for path, _, collection in _collections(module):
             check_plan(
                 collection,
@@ -41,6 +89,80 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 local_world_size=self._topology.local_world_size,
             )
         return plan
+
+    def report(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        plan: ShardingPlan | None = None,
+    ) -> PlanReport:
+        """Returns what a plan costs and why tables are where they are.
+
+        Args:
+            module: the model that was planned.
+            sharders: those that it was planned with.
+            plan: any plan for the model; by default the last one that this planner made.
+
+        Raises:
+            ValueError: without a plan, or if the plan has what this planner would not offer.
+        """
+        options = self._enumerator.enumerate(module, sharders)
+        if plan is not None:
+            options += self._asked_for(plan, options, module, sharders)
+        chosen = self._best_plan if plan is None else _options_of(plan, options)
+        if chosen is None:
+            raise ValueError("plan must be given where this planner made none yet, got None")
+        fused_params = {s.module_type: getattr(s, "fused_params", None) for s in sharders}
+        return placements(
+            chosen,
+            options,
+            storages={
+                option.fqn: self._storage_estimator.table_storage(
+                    option, option.shards[0], fused_params=fused_params.get(type(option.module[1]))
+                )
+                for option in chosen
+                if tt_shape_of(option) is not None
+            },
+            constrained={n for n, c in (self._constraints or {}).items() if c.sharding_types},
+            topology=self._available(module, sharders),
+            perf_model=self._report_model,
+        )
+
+    def _asked_for(
+        self,
+        plan: ShardingPlan,
+        options: list[ShardingOption],
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+    ) -> list[ShardingOption]:
+        """What a plan has and the planner offers only where a constraint asks for it."""
+        offered = {(option.path, option.name, option.sharding_type) for option in options}
+        constraints = self._constraints or {}
+        asked = {
+            name: dataclasses.replace(
+                constraints.get(name, ParameterConstraints()),
+                sharding_types=[sharding.sharding_type],
+            )
+            for path, tables in plan.plan.items()
+            for name, sharding in tables.items()
+            if (path, name, sharding.sharding_type) not in offered
+        }
+        if not asked:
+            return []
+        enumerator = copy.copy(self._enumerator)
+        enumerator._constraints = {**constraints, **asked}
+        enumerator._last_stored_module = None  # or it answers what it last answered
+        return [o for o in enumerator.enumerate(module, sharders) if o.name in asked]
+
+    def _available(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> Topology:
+        """The devices, less what is reserved."""
+        return self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
 
     def collective_plan(
         self,
@@ -71,20 +193,27 @@ def tt_planner(
     *,
     batch_size: int,
     constraints: dict[str, ParameterConstraints] | None = None,
+    hardware: Hardware | str | None = None,
+    traffic: dict[str, Traffic] | None = None,
     **kwargs: Any,
 ) -> TTEmbeddingShardingPlanner:
     """Returns a planner that counts the bytes and flops of Tensor-Train tables.
 
-    Regular tables are planned as by EmbeddingShardingPlanner.
+    Regular tables are planned by TorchRec's formulas, at the hardware's speeds where the topology
+    has TorchRec's default ones.
 
     Args:
         topology: the devices to plan for.
         batch_size: samples per rank and step.
         constraints: per-table constraints, as for EmbeddingShardingPlanner.
+        hardware: a Hardware, the name of a known one ("cpu", "a100", "h100", "h200", "b200"), or
+            the YAML file that `torchrec-tt calibrate` wrote. None: "cpu" for CPUs, else "h100".
+        traffic: by table, how its ids are drawn; by default Zipf's law of exponent 1.05.
         kwargs: further arguments of EmbeddingShardingPlanner (`debug` is off by default).
 
     Raises:
-        ValueError: if `batch_size` is not a positive integer.
+        ValueError: if `batch_size` is not a positive integer, or the hardware is unknown or of
+            another device.
 
     Example:
         >>> planner = tt_planner(Topology(world_size=2, compute_device="cpu"), batch_size=128)
@@ -92,22 +221,64 @@ def tt_planner(
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+    perf = TTPerfEstimator(topology, constraints, hardware=hardware, traffic=traffic)
+    storage = TTStorageEstimator(topology, constraints, traffic=traffic)
     enumerator = TTEmbeddingEnumerator(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
-        estimator=[
-            TTPerfEstimator(topology, constraints),
-            TTStorageEstimator(topology, constraints),
-        ],
+        estimator=[perf, storage],
     )
+    defaults = {
+        "debug": False,
+        "enumerator": enumerator,
+        "proposer": [TTUniformProposer(), GridSearchProposer(), GreedyProposer()],
+        "stats": TTEmbeddingStats(),
+    }
     return TTEmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=enumerator,
         constraints=constraints,
-        **{"debug": False, **kwargs},
+        storage_estimator=storage,
+        perf_model=TTPerfModel(topology, perf.hardware),
+        traffic=traffic,
+        **{**defaults, **kwargs},
     )
+
+
+def _options_of(plan: ShardingPlan, options: list[ShardingOption]) -> list[ShardingOption]:
+    """The options that a plan chose, with its ranks.
+
+    Raises:
+        ValueError: if a table's sharding is none of its options.
+    """
+    chosen = []
+    for path, tables in plan.plan.items():
+        for name, sharding in tables.items():
+            sizes = (
+                [s.shard_sizes for s in sharding.sharding_spec.shards]
+                if (sharding.sharding_spec)
+                else None
+            )
+            option = next(
+                (
+                    copy.deepcopy(o)
+                    for o in options
+                    if (o.path, o.name, o.sharding_type) == (path, name, sharding.sharding_type)
+                    and sizes in (None, [s.size for s in o.shards])
+                ),
+                None,
+            )
+            if option is None:
+                raise ValueError(
+                    f"plan must have for table {name!r} one of its options, got "
+                    f"{sharding.sharding_type} with shards {sizes}"
+                )
+            ranks = sharding.ranks or range(len(option.shards))
+            for shard, rank in zip(option.shards, ranks, strict=True):
+                shard.rank = rank
+            chosen.append(option)
+    return chosen
 
 
 def _collections(module: nn.Module) -> list[tuple[str, nn.Module, TTCollection]]:
