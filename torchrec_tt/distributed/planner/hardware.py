@@ -49,7 +49,8 @@ class Hardware:
         inter_node_bytes_per_ms: of a rank, any collective.
         table_ms: of a step, for each TT table, whatever the batch.
         step_ms: of a step, whatever the tables.
-        sharding_ms: by sharding type, of a step, for having any table of that type.
+        sharding_ms: by sharding type, of a step, for having any table of that type (column-wise
+            types cost as table-wise, grid as table-row-wise).
 
     Raises:
         ValueError: for a coefficient that is not positive (fixed costs may be 0).
@@ -114,7 +115,6 @@ def _gpu(name: str, *, gib: int, tflops: float, hbm: float, nvlink: float, nic: 
         step_ms=1.0,
         sharding_ms={
             "table_wise": 0.5,
-            "column_wise": 0.5,
             "row_wise": 0.6,
             "table_row_wise": 0.8,
             "data_parallel": 0.2,
@@ -123,29 +123,28 @@ def _gpu(name: str, *, gib: int, tflops: float, hbm: float, nvlink: float, nic: 
 
 
 KNOWN = {
-    # 2 ranks of one thread each over gloo on 2 shared x86_64 cores with AVX2, by `calibrate`.
+    # By `calibrate`: 2 ranks of one thread over gloo, on 2 shared x86_64 cores with AVX2.
     "cpu": Hardware(
         name="cpu",
         device="cpu",
         is_estimate=False,
         memory_bytes=128 * 2**30,
-        flops_per_ms=6.8e7,
+        flops_per_ms=9e7,
         core_bytes_per_ms=2e7,
         pool_bytes_per_ms=2.7e6,
-        row_bytes_per_ms=3.6e6,
-        sweep_bytes_per_ms=8e6,
+        row_bytes_per_ms=8.5e6,
+        sweep_bytes_per_ms=3.6e6,
         all_to_all_bytes_per_ms=2e6,
-        reduce_scatter_bytes_per_ms=6.5e5,
-        all_gather_bytes_per_ms=1.2e6,
-        all_reduce_bytes_per_ms=7e5,
+        reduce_scatter_bytes_per_ms=5e5,
+        all_gather_bytes_per_ms=9e5,
+        all_reduce_bytes_per_ms=1e6,
         inter_node_bytes_per_ms=5e5,
-        table_ms=0.3,
-        step_ms=1.0,
+        table_ms=0.4,
+        step_ms=5.0,
         sharding_ms={
             "table_wise": 4.0,
-            "column_wise": 4.0,
-            "row_wise": 5.0,
-            "table_row_wise": 6.0,
+            "row_wise": 3.5,
+            "table_row_wise": 7.5,
             "data_parallel": 1.0,
         },
     ),

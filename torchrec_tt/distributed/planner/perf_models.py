@@ -1,8 +1,15 @@
 """What a step of a whole plan takes."""
 
 from torchrec.distributed.planner.types import PerfModel, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
 
 from torchrec_tt.distributed.planner.hardware import Hardware
+
+_AS = {  # the type whose collectives a type has, in groups of its own
+    ShardingType.COLUMN_WISE.value: ShardingType.TABLE_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value: ShardingType.TABLE_WISE.value,
+    ShardingType.GRID_SHARD.value: ShardingType.TABLE_ROW_WISE.value,
+}
 
 
 class TTPerfModel(PerfModel):
@@ -39,5 +46,5 @@ class TTPerfModel(PerfModel):
         """Returns the milliseconds that do not depend on the shards."""
         types = {(option.path, option.sharding_type) for option in plan}
         return self._hardware.step_ms + sum(
-            self._hardware.sharding_ms.get(kind, 0.0) for _, kind in types
+            self._hardware.sharding_ms.get(_AS.get(kind, kind), 0.0) for _, kind in types
         )
