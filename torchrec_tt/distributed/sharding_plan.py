@@ -97,9 +97,13 @@ def sharding_types_of(config: TTTableConfig) -> tuple[str, ...]:
     """Returns the sharding types that a Tensor-Train table can have.
 
     Splitting the columns would split a table's flops but not its cores. TorchRec has no
-    table-row-wise sharding of sequences.
+    table-row-wise sharding of sequences. The caches of a data-parallel table would need the same
+    hot rows on every rank.
     """
-    return _SEQUENCE_TYPES if isinstance(config, TTEmbeddingConfig) else _POOLED_TYPES
+    types = _SEQUENCE_TYPES if isinstance(config, TTEmbeddingConfig) else _POOLED_TYPES
+    if getattr(config, "cache", None) is None:
+        return types
+    return tuple(kind for kind in types if kind != ShardingType.DATA_PARALLEL.value)
 
 
 def check_sharding_type(config: TTTableConfig, sharding_type: str) -> None:

@@ -21,12 +21,15 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator
 from torchrec_tt.distributed.planner.hardware import DENSE_UPDATE_PASSES, KNOWN, with_speeds
+from torchrec_tt.distributed.planner.row_cache import row_cache_ms
 from torchrec_tt.distributed.planner.shard_estimators import (
     TTPerfEstimator,
     TTStorage,
     TTStorageEstimator,
 )
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cost import step_work
 from torchrec_tt.tt.traffic import Traffic, expected_prefixes
 from torchrec_tt.tt.workspace import workspace_bytes
@@ -336,3 +339,84 @@ def test_higher_ranks_cost_more_time_and_memory() -> None:
         costs.append((shard.storage.ddr, shard.perf.total))
     assert costs == sorted(costs)
     assert len(set(costs)) == 3
+
+
+SLOTS = 10_000  # 0.1 % of the rows
+
+
+def cached_model(**kwargs: Any) -> nn.Module:
+    module = model()
+    module[0].embedding_bag_configs()[0].cache = RowCacheConfig(load_factor=0.001, **kwargs)
+    return module
+
+
+def test_a_cache_takes_its_rows_their_state_tags_and_counter() -> None:
+    module = cached_model()
+    for optimizer, state in (
+        (EmbOptimType.EXACT_SGD, 0),
+        (EmbOptimType.EXACT_ADAGRAD, 4 * DIM),
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, 4),
+        (EmbOptimType.ADAM, 8 * DIM),
+    ):
+        storage = storages(module=module, optimizer=optimizer)
+        # 8 a tag, 4 a heat, two cells of 12 for the counter, 72 for statistics and schedule
+        step = 8 if optimizer == EmbOptimType.ADAM else 0
+        assert storage[TW].cache == SLOTS * (4 * DIM + state + 8 + 4 + 2 * 12) + 72 + step
+        assert abs(storage[RW].cache - storage[TW].cache / 2) <= 8 * (4 * DIM + state + 36) + 72
+
+
+def test_a_table_with_a_cache_is_never_data_parallel() -> None:
+    assert ("big", DP) not in options(module=cached_model())
+    assert ("big", DP) in options()
+
+
+def test_a_cache_leaves_the_cores_the_misses() -> None:
+    module = cached_model()
+    counts = TTStorageEstimator(topology(), constraints()).lookups(
+        option := options(module=module)["big", TW],
+        option.shards[0],
+        module[0].tt_shapes["big"],
+    )
+    traffic, indices = Traffic(), 2 * BATCH_SIZE * POOLING_FACTOR
+    assert counts.num_slots == SLOTS
+    assert counts.hit_ratio == traffic.hit_ratio(SLOTS, num_values=ROWS)
+    assert counts.num_rows == traffic.expected_unique_misses(
+        indices, num_values=ROWS, num_cached=SLOTS
+    )
+    assert counts.num_rows + counts.num_cached_rows == pytest.approx(
+        traffic.expected_unique(indices, num_values=ROWS)
+    )
+
+
+def test_the_time_of_a_cache_by_hand() -> None:
+    cpu, shape = KNOWN["cpu"], model()[0].tt_shapes["big"]
+    estimator = TTStorageEstimator(topology(), constraints())
+    option = options(module=cached_model(max_refresh_interval=100))["big", TW]
+    counts = estimator.lookups(option, option.shards[0], shape)
+    forward, backward = row_cache_ms(
+        option, counts, TTOptimizerConfig(optimizer="adagrad"), shape=shape, speed=cpu
+    )
+    distinct = counts.num_rows + counts.num_cached_rows
+    assert forward == pytest.approx(128 * distinct / cpu.row_bytes_per_ms)
+    stepped = 24 * distinct + 6 * 4 * DIM * counts.num_cached_rows
+    refresh = step_work(shape, num_rows=SLOTS)
+    num_bytes = SLOTS * (8 * DIM + 36) + 72
+    assert backward == pytest.approx(
+        stepped / cpu.row_bytes_per_ms
+        + (
+            refresh.forward_flops / cpu.flops_per_ms
+            + refresh.forward_bytes / cpu.core_bytes_per_ms
+            + 2 * num_bytes / cpu.row_bytes_per_ms
+        )
+        / 100
+    )
+
+
+def test_a_cache_of_hot_rows_makes_a_table_faster() -> None:
+    plain, cached = options(), options(module=cached_model())
+    hot = {"big": Traffic(zipf_exponent=1.5)}
+    assert (
+        options(module=cached_model(), traffic=hot)["big", TW].shards[0].perf.total
+        < options(traffic=hot)["big", TW].shards[0].perf.total
+    )
+    assert cached["big", TW].shards[0].storage.ddr > plain["big", TW].shards[0].storage.ddr

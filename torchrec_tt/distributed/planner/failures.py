@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from torchrec_tt.distributed.planner.shard_estimators import tt_shape_of
+from torchrec_tt.distributed.planner.lookups import tt_shape_of
 from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.shape import TTShape

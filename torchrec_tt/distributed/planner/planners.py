@@ -22,12 +22,12 @@ from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator, check_table_names
 from torchrec_tt.distributed.planner.failures import explain_failure
 from torchrec_tt.distributed.planner.hardware import Hardware
+from torchrec_tt.distributed.planner.lookups import tt_shape_of
 from torchrec_tt.distributed.planner.perf_models import TTPerfModel
 from torchrec_tt.distributed.planner.proposers import TTUniformProposer
 from torchrec_tt.distributed.planner.shard_estimators import (
     TTPerfEstimator,
     TTStorageEstimator,
-    tt_shape_of,
 )
 from torchrec_tt.distributed.planner.stats import PlanReport, TTEmbeddingStats, placements
 from torchrec_tt.distributed.sharding_plan import check_plan, tt_collection

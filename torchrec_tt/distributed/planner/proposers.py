@@ -2,7 +2,7 @@
 
 from torchrec.distributed.planner.types import Enumerator, Proposer, ShardingOption, Topology
 
-from torchrec_tt.distributed.planner.shard_estimators import tt_shape_of
+from torchrec_tt.distributed.planner.lookups import tt_shape_of
 
 
 class TTUniformProposer(Proposer):

@@ -32,18 +32,17 @@ from torchrec_tt.distributed.planner.hardware import (
     stock_perf_estimator,
     with_speeds,
 )
-from torchrec_tt.distributed.planner.lookups import Lookups, expected_lookups, num_replicas
-from torchrec_tt.distributed.sharding_plan import tt_collection
+from torchrec_tt.distributed.planner.lookups import (
+    Lookups,
+    expected_lookups,
+    num_replicas,
+    tt_shape_of,
+)
+from torchrec_tt.distributed.planner.row_cache import row_cache_ms, row_cache_of, row_cache_storage
 from torchrec_tt.tt.cost import core_bytes, optimizer_state_bytes, step_work
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.traffic import Traffic
 from torchrec_tt.tt.workspace import workspace_bytes
-
-
-def tt_shape_of(option: ShardingOption) -> TTShape | None:
-    """Returns the shape of the option's table, None for a regular one."""
-    collection = tt_collection(option.module[1])
-    return collection.tt_shapes.get(option.name) if collection is not None else None
 
 
 class _TTEstimator(ShardEstimator):
@@ -71,6 +70,7 @@ class _TTEstimator(ShardEstimator):
             topology=self._topology,
             constraints=self._constraints.get(option.name),
             traffic=self._traffic.get(option.name, Traffic()),
+            cache=row_cache_of(option),
         )
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
@@ -112,17 +112,19 @@ class TTStorage:
         cores: of the table, whole on each of its ranks.
         optimizer: the state of the optimizer that steps the cores in backward.
         gradients: float32, of all cores, where there are dense ones.
+        cache: rows, their optimizer state, tags, counter: all of the row cache.
         workspace: what a step allocates beside them, at its peak.
     """
 
     cores: int
     optimizer: int
     gradients: int
+    cache: int
     workspace: int
 
     @property
     def total(self) -> int:
-        return self.cores + self.optimizer + self.gradients + self.workspace
+        return self.cores + self.optimizer + self.gradients + self.cache + self.workspace
 
 
 class TTStorageEstimator(_TTEstimator):
@@ -157,6 +159,7 @@ class TTStorageEstimator(_TTEstimator):
         shape = tt_shape_of(option)
         assert shape is not None
         optimizer_bytes, is_dense = 0, num_replicas(option, self._topology) > 1
+        counts, cache_bytes = self.lookups(option, shard, shape), 0
         if option.sharding_type == ShardingType.DATA_PARALLEL.value:
             is_dense = True
         else:
@@ -164,13 +167,13 @@ class TTStorageEstimator(_TTEstimator):
             optimizer_bytes = optimizer_state_bytes(shape, optimizer=config.optimizer)
             # These steps move slices without a gradient too.
             is_dense |= config.weight_decay != 0 or config.optimizer == "adam"
+            cache_bytes = row_cache_storage(option, counts, config)
         return TTStorage(
             cores=core_bytes(shape, element_size=option.tensor.element_size()),
             optimizer=optimizer_bytes,
             gradients=core_bytes(shape) if is_dense else 0,
-            workspace=_workspace(
-                shape, self.lookups(option, shard, shape), option.tensor.element_size()
-            ),
+            cache=cache_bytes,
+            workspace=_workspace(shape, counts, option.tensor.element_size()),
         )
 
     def _correct(
@@ -202,6 +205,7 @@ class TTPerfEstimator(_TTEstimator):
       of `table_ms`;
     - backward: products and their bytes, `4 N D + 8 U D` bytes to sum gradients, the update (once
       more for each element of optimizer state per element), and the rest of `table_ms`;
+    - a row cache: see `row_cache_ms`;
     - communication: TorchRec's for dense rows, which are as long, and the all-reduce of the core
       gradients where the cores are replicated.
 
@@ -244,11 +248,12 @@ class TTPerfEstimator(_TTEstimator):
         work = step_work(
             shape, num_rows=counts.num_rows, num_prefixes=counts.num_prefixes, is_dense=is_dense
         )
-        update = work.update_bytes
+        update, cache_ms = work.update_bytes, (0.0, 0.0)
         if not is_data_parallel:
             config = core_optimizer_config(_with_applied_optimizer(fused_params, option))
             state = optimizer_state_bytes(shape, optimizer=config.optimizer)
             update *= 1 + state / core_bytes(shape)
+            cache_ms = row_cache_ms(option, counts, config, shape=shape, speed=speed)
         row = 4 * shape.embedding_dim
         pooled = counts.num_indices * (row + 48) + counts.num_bags * row
         summed = counts.num_indices * row + 2 * counts.num_rows * row
@@ -262,13 +267,15 @@ class TTPerfEstimator(_TTEstimator):
             fwd_compute=work.forward_flops / speed.flops_per_ms
             + work.forward_bytes / speed.core_bytes_per_ms
             + pooled / speed.pool_bytes_per_ms
-            + speed.table_ms / 3,
+            + speed.table_ms / 3
+            + cache_ms[0],
             fwd_comms=dense.perf.fwd_comms,
             bwd_compute=work.backward_flops / speed.flops_per_ms
             + work.backward_bytes / speed.core_bytes_per_ms
             + summed / speed.pool_bytes_per_ms
             + update / (speed.sweep_bytes_per_ms if is_dense else speed.core_bytes_per_ms)
-            + speed.table_ms * 2 / 3,
+            + speed.table_ms * 2 / 3
+            + cache_ms[1],
             bwd_comms=bwd_comms,
             prefetch_compute=0.0,
             input_dist_comms=dense.perf.input_dist_comms,

@@ -9,8 +9,9 @@ from rich.table import Table
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
+from torchrec_tt.distributed.planner.lookups import tt_shape_of
 from torchrec_tt.distributed.planner.perf_models import TTPerfModel
-from torchrec_tt.distributed.planner.shard_estimators import TTStorage, tt_shape_of
+from torchrec_tt.distributed.planner.shard_estimators import TTStorage
 from torchrec_tt.tt.cost import core_bytes, dense_bytes
 
 
@@ -235,6 +236,7 @@ def _parts(storage: TTStorage | None) -> str:
         "cores": storage.cores,
         "optimizer": storage.optimizer,
         "gradients": storage.gradients,
+        "cache": storage.cache,
         "workspace": storage.workspace,
     }
     return ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
