@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -22,7 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import BATCH_SIZE, ToyModel, batches, kjt, tables
+from tests.distributed.toy_model import BATCH_SIZE, ToyModel, batches, kjt, sharder, tables
 from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
 from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner, tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
@@ -290,12 +291,60 @@ def test_tt_tables_are_planned_in_the_time_of_as_many_regular_ones() -> None:
     stock = EmbeddingShardingPlanner(topology=topology, batch_size=128, debug=False)
     ours = tt_planner(topology, batch_size=128)
     seconds = []
-    for one, sharder, is_tt in (
+    for one, its_sharder, is_tt in (
         (stock, EmbeddingBagCollectionSharder(), False),
         (ours, TTEmbeddingBagCollectionSharder(), True),
     ):
         model = many_tables(16, is_tt=is_tt)
         start = time.process_time()
-        one.plan(model, [sharder])
+        one.plan(model, [its_sharder])
         seconds.append(time.process_time() - start)
     assert seconds[1] < 1.2 * seconds[0]
+
+
+def bytes_on_this_rank(rank: int, optimizer: str) -> dict[str, tuple[int, int]]:
+    """By table, what the planner counted on this rank and what is there after sharding."""
+    sharders, model = [sharder(optimizer)], toy()
+    kinds = {"t0": "row_wise", "t1": "table_wise", "r0": "table_wise", "r1": "table_wise"}
+    one = planner(
+        constraints={n: ParameterConstraints(sharding_types=[k]) for n, k in kinds.items()}
+    )
+    plan = one.collective_plan(model, sharders, dist.group.WORLD)
+    report = one.report(model, sharders, plan)
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    features = kjt(batches(1, size=2 * BATCH_SIZE)[0], start=0, stop=BATCH_SIZE)
+    dmp(features).sum().backward()  # optimizers make their state at the first step
+    found = {}
+    for entry in report.tables:
+        counted = 0
+        if rank in entry.ranks:
+            rows = {"r0": 100 * 16 * 4, "r1": 200 * 8 * 4}.get(entry.table, 0)
+            counted = entry.storage.cores + entry.storage.optimizer if entry.is_tt else rows
+        there = sum(
+            p.nbytes for name, p in dmp.named_parameters() if f".{entry.table}." in name
+        ) + sum(local_bytes(s) for s in optimizer_states(dmp, entry.table) if entry.is_tt)
+        found[entry.table] = (counted, there)
+    return found
+
+
+def optimizer_states(model: DistributedModelParallel, table: str) -> list[Any]:
+    return [
+        value
+        for name, state in model.fused_optimizer.state_dict()["state"].items()
+        if f".{table}." in name
+        for key, value in state.items()
+        if "step" not in key
+    ]
+
+
+def local_bytes(state: Any) -> int:
+    shards = state.local_shards() if isinstance(state, ShardedTensor) else None
+    return state.nbytes if shards is None else sum(s.tensor.nbytes for s in shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_storage_is_what_is_there_after_sharding(optimizer: str, two_ranks: Ranks) -> None:
+    for found in two_ranks.run(bytes_on_this_rank, optimizer):
+        for counted, there in found.values():
+            assert counted == there
