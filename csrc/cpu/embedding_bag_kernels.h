@@ -14,8 +14,8 @@
 namespace torchrec_tt::TT_ISA {
 
 // Rows of heads in a group for which its mid slice is transposed: that costs what dot products cost
-// 8 rows beyond a matrix product (64x32: 200 ns, and 50 ns for 2 rows).
-constexpr int64_t kRowsToTranspose = 8;
+// so many rows beyond a matrix product.
+constexpr int64_t kRowsToTranspose = TT_VECTOR_BYTES == 64 ? 16 : 8;
 
 // The transposed last slice of a digit, made in `out`.
 template <typename T>

@@ -105,7 +105,7 @@ struct BackwardChunk {
 };
 
 constexpr int64_t kRowsAtOnce = 16;      // rows of a prefix whose gradients are gathered together
-constexpr int64_t kHeadRowsAtOnce = 32;  // rows of the heads that are multiplied with a mid slice at once
+constexpr int64_t kHeadRowsAtOnce = 64;  // rows of the heads that are multiplied with a mid slice at once
 constexpr int64_t kPrefixesAtOnce = kHeadRowsAtOnce;  // at most, where a head has one row
 
 template <typename T>

@@ -86,6 +86,50 @@ TT_INLINE void store_sums(Vec<T> a, Vec<T> b, Vec<T> c, Vec<T> d, T* out) {
   }
 }
 
+#if TT_VECTOR_BYTES == 64
+// Adds neighbours of the 16-byte parts: of (a, b) gives [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
+TT_INLINE Vec<float> add_part_pairs(Vec<float> a, Vec<float> b) {
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// A 4 by 4 block of dot products over whole vectors: out[x, y] (+)= sum_n a[x, n] b[y, n].
+template <bool kAdd>
+TT_INLINE void dot_square(const float* a, int64_t ld_a, const float* b, int64_t ld_b, int64_t N,
+                          float* out, int64_t ld_out) {
+  constexpr int64_t W = kWidth<float>;
+  Vec<float> sum[4][4];
+  TT_UNROLL for (int i = 0; i < 16; i++) sum[i / 4][i % 4] = Vec<float>{};
+#pragma GCC unroll 2
+  for (int64_t n = 0; n < N; n += W) {
+    Vec<float> b_n[4];
+    TT_UNROLL for (int y = 0; y < 4; y++) b_n[y] = load(b + y * ld_b + n);
+    TT_UNROLL for (int x = 0; x < 4; x++) {
+      const Vec<float> a_n = load(a + x * ld_a + n);
+      TT_UNROLL for (int y = 0; y < 4; y++) sum[x][y] += a_n * b_n[y];
+    }
+  }
+  Vec<float> parts[4];  // of a row: four sums in each 16-byte part
+  TT_UNROLL for (int x = 0; x < 4; x++) {
+    parts[x] = add_pairs(add_pairs(sum[x][0], sum[x][1]), add_pairs(sum[x][2], sum[x][3]));
+  }
+  const Vec<float> sums =
+      add_part_pairs(add_part_pairs(parts[0], parts[1]), add_part_pairs(parts[2], parts[3]));
+  if (ld_out == 4) return store(out, kAdd ? load(out) + sums : sums);
+  float rows[16];
+  store(rows, sums);
+  TT_UNROLL for (int x = 0; x < 4; x++) {
+    Quad* to = reinterpret_cast<Quad*>(out + x * ld_out);
+    const Quad of_row = *reinterpret_cast<const Quad*>(rows + 4 * x);
+    *to = kAdd ? *to + of_row : of_row;
+  }
+}
+#endif
+
+// Rows of a tile of two vectors, and vectors of a tile of four rows, that fill the registers.
+constexpr int kTallTile = TT_VECTOR_BYTES == 64 ? 8 : 4;
+constexpr int kWideTile = TT_VECTOR_BYTES == 64 ? 4 : 3;
+
 // How many of `count` vectors go in tiles of `kV`: one left over is as slow as two, so none is left.
 TT_INLINE int64_t wide_end(int64_t count, int64_t kV) {
   const int64_t tiles = count / kV;
@@ -117,7 +161,7 @@ template <typename T, int kX>
 TT_INLINE void product_rows(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t K,
                             int64_t N, T* c, int64_t ld_c) {
   constexpr int64_t W = kWidth<T>;
-  constexpr int kV = kX == 4 ? 3 : 4;  // 12, 8 and 4 running sums of the 16 (or 32) registers
+  constexpr int kV = kX == 4 ? kWideTile : 4;
   const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
   for (; n < wide; n += kV * W) product_tile<T, kX, kV>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
@@ -137,6 +181,11 @@ template <typename T>
 TT_INLINE void product(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X, int64_t K,
                        int64_t N, T* c, int64_t ld_c) {
   int64_t x = 0;
+  if (kTallTile > 4 && N == 2 * kWidth<T>) {
+    for (; x + kTallTile <= X; x += kTallTile) {
+      product_tile<T, kTallTile, 2>(a + x * ld_a, ld_a, b, ld_b, K, c + x * ld_c, ld_c);
+    }
+  }
   for (; x + 4 <= X; x += 4) product_rows<T, 4>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
   for (; x + 2 <= X; x += 2) product_rows<T, 2>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
   for (; x < X; x++) product_rows<T, 1>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
@@ -179,6 +228,13 @@ template <typename T, int kY, bool kAdd>
 TT_INLINE void dot_columns(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t X, int64_t N,
                            T* out, int64_t ld_out) {
   int64_t x = 0;
+#if TT_VECTOR_BYTES == 64
+  if constexpr (kY == 4 && std::is_same_v<T, float>) {
+    for (; x + 4 <= X && N % kWidth<T> == 0; x += 4) {
+      dot_square<kAdd>(a + x * ld_a, ld_a, b, ld_b, N, out + x * ld_out, ld_out);
+    }
+  }
+#endif
   for (; x + 2 <= X; x += 2) {
     dot_block<T, 2, kY, kAdd>(a + x * ld_a, ld_a, b, ld_b, N, out + x * ld_out, ld_out);
   }
@@ -237,7 +293,7 @@ TT_INLINE void outer_rows(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
                           int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, int64_t N, T* out,
                           int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
-  constexpr int kV = kI == 4 ? 3 : 4;
+  constexpr int kV = kI == 4 ? kWideTile : 4;
   const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
   for (; n < wide; n += kV * W) {
@@ -267,6 +323,12 @@ TT_INLINE void outer_product(const OuterTerm<T>* terms, int64_t num_terms, int64
                              int64_t step_i, int64_t ld_b, int64_t I, int64_t K, int64_t N, T* out,
                              int64_t ld_out) {
   int64_t i = 0;
+  if (kTallTile > 4 && N == 2 * kWidth<T>) {
+    for (; i + kTallTile <= I; i += kTallTile) {
+      outer_tile<T, kTallTile, 2, kAdd>(terms, num_terms, i * step_i, 0, step_k, step_i, ld_b, K,
+                                        out + i * ld_out, ld_out);
+    }
+  }
   for (; i + 4 <= I; i += 4) {
     outer_rows<T, 4, kAdd>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
                            out + i * ld_out, ld_out);
