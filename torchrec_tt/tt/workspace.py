@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchrec_tt.tt.cost import num_chunks, round_up
 from torchrec_tt.tt.shape import TTShape
 
-ROWS_AT_ONCE, HEAD_ROWS_AT_ONCE = 16, 32  # kRowsAtOnce, kHeadRowsAtOnce in csrc/cpu/kernels.h
+ROWS_AT_ONCE, HEAD_ROWS_AT_ONCE = 16, 64  # kRowsAtOnce, kHeadRowsAtOnce in csrc/cpu/kernels.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
