@@ -42,7 +42,7 @@ SMALL = TTShape(  # slices: head [2, 5], mid [5, 3, 7], last [7, 4]
 
 
 def test_workspace_by_hand() -> None:
-    """One chunk, two threads: ranks 5 and 7 are padded to 8; 32 // 2 prefixes are taken at once."""
+    """One chunk, two threads: ranks 5 and 7 are padded to 8; 64 // 2 prefixes are taken at once."""
     mid, last, product = 5 * 3 * 8, 4 * 8, 6 * 8
     workspace = workspace_bytes(
         SMALL, num_indices=100, num_rows=20, num_prefixes=6, num_bags=50, num_threads=2
@@ -50,10 +50,10 @@ def test_workspace_by_hand() -> None:
     call = 8 * 51 + 4 * 4 * last
     assert workspace.kept == 24 * 100 + 40
     assert workspace.plan == 100 * (2 * 4 + 4) + 2 * 8 * 2048
-    scratch = 16 * (10 + product) + mid + last
+    scratch = 32 * (10 + product) + mid + last
     assert workspace.forward == call + 4 * 20 * 24 + 4 * scratch
     sums = 4 * (2 * 10 + 4 * last + 2 * mid) + 2 + 4
-    scratch += 16 * (product + 2 * 8) + mid + 3 * 8 * 8 + 16 * (24 + last) + 24
+    scratch += 32 * (product + 2 * 8) + mid + 3 * 8 * 8 + 16 * (24 + last) + 24
     assert workspace.backward == call + 8 * 100 + sums + 4 * scratch
 
 
