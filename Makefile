@@ -66,11 +66,14 @@ sanitize: build
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(BIN)/python -m pytest tests/ops tests/test_optim.py tests/modules -k "not every_instruction_set and not instruction_sets and not opcheck and not library"
 
-# Compiles every .cu for the architectures we support; there are none yet.
-cuda-check:
-	@for source in $(wildcard csrc/cuda/*.cu); do \
-	  nvcc -std=c++20 -O3 -c $$source -o /dev/null || exit 1; \
-	done; echo "cuda-check: $(words $(wildcard csrc/cuda/*.cu)) CUDA sources compiled"
+# Compiles the library with its CUDA operators, warnings as errors; what did not change stays as it
+# is. Prints every kernel's registers; spilled ones are an error.
+cuda-check: $(VENV)/.installed
+	@command -v nvcc >/dev/null || { echo "cuda-check needs nvcc of CUDA 13 on the PATH"; exit 1; }
+	$(BIN)/cmake -S . -B build/cuda -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_BUILD_TYPE=Release \
+	  -DTORCHREC_TT_WITH_CUDA=ON -DTORCHREC_TT_REGISTERS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+	$(BIN)/cmake --build build/cuda --parallel 2
+	$(BIN)/python .ci/registers.py report build/cuda
 
 gpu-check: build
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu

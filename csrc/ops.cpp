@@ -1,7 +1,10 @@
 // Every operator's schema. The integers of `tables` are described in tt_shape.h, the plan in cpu/plan.cpp.
+#include <stdexcept>
+#include <string>
+
 #include "stable.h"
 
-STABLE_TORCH_LIBRARY(torchrec_tt, m) {
+STABLE_TORCH_LIBRARY(TT_OPERATORS, m) {
   m.def(
       "plan(Tensor indices, Tensor offsets, int[] tables, int[] feature_tables, str check_mode,"
       " Tensor[] cache_ids) -> Tensor[]");
@@ -33,6 +36,39 @@ STABLE_TORCH_LIBRARY(torchrec_tt, m) {
   m.def(
       "place_rows(Tensor(a!) ids, Tensor(b!) heats, Tensor(c!) counter_ids, Tensor(d!) counter_heats,"
       " float ratio, float margin) -> (Tensor slots, Tensor evicted_ids, Tensor evicted_heats)");
+  m.def("check_errors(int device) -> ()");
+  m.def("take_warning(int device) -> str");
+  m.def("cuda_architectures() -> str");
   m.def("cpu_isa() -> str");
   m.def("cpu_peak_gflops() -> float");
 }
+
+#ifndef TORCHREC_TT_WITH_CUDA
+// A tensor on CUDA meets one sentence in a build without its operators.
+namespace {
+
+void refuse_cuda(StableIValue*, uint64_t, uint64_t) {
+  throw std::runtime_error(
+      "this build of torchrec_tt has no CUDA operators: build it where nvcc is, with "
+      "`pip install --no-build-isolation . -C cmake.define.TORCHREC_TT_WITH_CUDA=ON`");
+}
+
+std::string no_architectures() { return ""; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(TT_OPERATORS, CUDA, m) {
+  for (const char* name :
+       {"plan", "embedding_bag_forward", "embedding_bag_backward_dense",
+        "embedding_bag_backward_update", "step_cores", "step_cached_rows", "count_rows",
+        "place_rows"}) {
+    m.impl(name, &refuse_cuda);
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(TT_OPERATORS, CompositeExplicitAutograd, m) {
+  m.impl("check_errors", &refuse_cuda);
+  m.impl("take_warning", &refuse_cuda);
+  m.impl("cuda_architectures", TORCH_BOX(&no_architectures));
+}
+#endif

@@ -10,6 +10,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+// The operators' namespace; tests build the CUDA operators for the CPU under another one.
+#ifndef TT_OPERATORS
+#define TT_OPERATORS torchrec_tt
+#endif
+
 namespace torchrec_tt {
 
 using torch::headeronly::ScalarType;

@@ -26,6 +26,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -134,8 +135,9 @@ T atomic(T* address, const F& f) {
 #define gridDim (::cuda_emulation::grid_dim())
 
 #define TT_LAUNCH(kernel, grid, block, dynamic_bytes, stream, ...)                              \
-  ::cuda_emulation::launch(reinterpret_cast<const void*>(kernel), #kernel, grid, block,         \
-                           dynamic_bytes, [=] { kernel(__VA_ARGS__); })
+  (static_cast<void>(stream),                                                                   \
+   ::cuda_emulation::launch(reinterpret_cast<const void*>(kernel), #kernel, grid, block,        \
+                            dynamic_bytes, [=] { kernel(__VA_ARGS__); }))
 #define TT_DYN_SMEM(T, name) T* const name = static_cast<T*>(::cuda_emulation::dynamic_shared())
 #define TT_SHARED(T, name, count)                                                               \
   T* const name = static_cast<T*>([](size_t bytes) {                                            \
@@ -231,6 +233,7 @@ T __ldg(const T* address) {
   return value;
 }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
@@ -282,6 +285,17 @@ template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
   return cuda_emulation_set_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
+constexpr unsigned cudaHostAllocMapped = 2, cudaHostAllocPortable = 1;
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = std::malloc(bytes);
+  return cudaSuccess;
+}
+struct cudaFuncAttributes {};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t = nullptr) {
   std::memset(to, value, bytes);
   return cudaSuccess;

@@ -1,5 +1,6 @@
 """Builds CUDA sources into libraries that run on the CPU, and drives them (cuda_emulation.h)."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import hashlib
@@ -99,7 +100,8 @@ def build(
     torch_dir = pathlib.Path(torch.__file__).parent
     common = ["-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     common += [f"-I{HERE}", f"-I{ROOT / 'csrc/cuda'}", "-isystem", str(torch_dir / "include")]
-    objects = [_compile(source, folder, common) for source in sources]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compile(source, folder, common), sources))
     key = hashlib.sha256(" ".join(map(str, objects)).encode()).hexdigest()[:16]
     library = folder / f"lib{name}-{key}.so"
     if not library.exists():
@@ -117,7 +119,7 @@ def _compile(source: pathlib.Path, folder: pathlib.Path, flags: list[str]) -> pa
     if source.suffix == ".cu":
         flags = [*flags, *_KERNEL_FLAGS]
     elif source == _RUNTIME:
-        flags = [*flags, "-O3"]
+        flags = [*flags, "-O3", "-fvisibility=default"]
     else:
         flags = [*flags, "-DTT_CUDA_EMULATION"]
     seen = _run([_compiler(), *flags, "-E", str(source)])
