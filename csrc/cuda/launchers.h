@@ -43,15 +43,18 @@ struct Table {
   const void* cores[kMaxCores];      // core k is [m_k, slice_size(k)]
   float* grads[kMaxCores];           // like the cores; null in a forward
   int64_t m[kMaxCores];
-  int64_t first_slice[kMaxCores];    // of core k, among the slices of all cores of the call
+  int64_t first_slice[kMaxCores];    // set by the launchers: of core k, among those of the call
   // 4 cores: a head is [n0, r1] @ [r1, n1 * r_head], with digit i0 * m1 + i1
   int n0, r1, n1;
   int64_t m1;
   int64_t first_head_digit;  // of the table, in the call's map of heads
-  int64_t heads_at;          // where its heads begin in the call's memory for them, in floats
-  // Set by the launchers: whether a block's memory for this table is shared memory.
+  int64_t first_head_place;
+  int64_t heads_at;  // where its heads begin in the call's memory for them, in floats
+  // Set by the launchers: whether a block's memory for this table is shared memory; and of
+  // deterministic sums its first job, and where its last slices' gradients, then its heads', begin
+  // among their targets.
   int is_tiled;
-  int64_t first_unit;  // of ordered sums, see backward.cu
+  int64_t first_job, first_target;
 
   __host__ __device__ int m_rows() const { return n_head * n_mid; }
   __host__ __device__ int dim() const { return m_rows() * n_last; }

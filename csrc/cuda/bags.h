@@ -1,0 +1,53 @@
+// The bags of a call, as kernels read them.
+#pragma once
+
+#include "call_memory.h"
+
+namespace torchrec_tt::cuda {
+
+struct Feature {
+  int64_t column;  // its first of the output
+  int table, dim;
+};
+
+struct Bags {
+  const void* offsets;  // [num_bags + 1]
+  int has_long_offsets;
+  const Feature* features;  // [F]
+  int64_t num_bags, batch_size, num_columns;
+  const float* weights;  // [N] or null
+  int is_mean, is_pooled;
+
+  __device__ int64_t offset(int64_t bag) const {
+    return has_long_offsets ? static_cast<const int64_t*>(offsets)[bag]
+                            : static_cast<const int32_t*>(offsets)[bag];
+  }
+};
+
+struct BagsMemory {
+  Bags bags{};
+  std::vector<Feature> features;
+
+  BagsMemory(const Lookup& lookup, Workspace& workspace) {
+    for (size_t f = 0; f < lookup.feature_tables.size(); f++) {
+      const int table = static_cast<int>(lookup.feature_tables[f]);
+      features.push_back({lookup.feature_columns[f], table, lookup.tables[table].dim()});
+    }
+    bags.offsets = lookup.offsets;
+    bags.has_long_offsets = lookup.has_long_offsets;
+    bags.features = workspace.take<Feature>(features.size());
+    bags.batch_size = lookup.batch_size;
+    bags.num_bags = static_cast<int64_t>(features.size()) * lookup.batch_size;
+    bags.num_columns = lookup.num_columns;
+    bags.weights = lookup.weights;
+    bags.is_mean = lookup.pooling == Pooling::kMean;
+    bags.is_pooled = lookup.pooling != Pooling::kNone;
+  }
+
+  void prepare(cudaStream_t stream) const {
+    launch_upload(features.data(), features.size() * sizeof(Feature),
+                  const_cast<Feature*>(bags.features), stream);
+  }
+};
+
+}  // namespace torchrec_tt::cuda

@@ -1,0 +1,91 @@
+// One call's descriptors on the device, and the working memory that forward and backward share.
+#pragma once
+
+#include <algorithm>
+
+#include "block_layout.h"
+
+namespace torchrec_tt::cuda {
+
+constexpr int kThreads = 256;  // of a block
+constexpr int kWarps = kThreads / 32;
+
+struct CallTable {
+  Table table;
+  BlockLayout at;
+};
+
+// What every kernel of a call reads.
+struct Call {
+  const CallTable* tables;    // [num_tables], ascending by key_base
+  int num_tables;
+  PlanView plan;
+  const int32_t* head_slots;  // 4 cores: per head digit its place in the table's heads
+  float* heads;               // 4 cores: the products of the heads that occur
+  int prefixes_per_window;    // a block takes windows of prefixes
+  int in_shared;              // which tables a kernel takes, by is_tiled
+  float* scratch;             // of blocks without shared memory, scratch_stride floats each
+  int64_t scratch_stride;
+};
+
+constexpr int kNoHead = -1, kTakenHead = -2;
+
+// Where the heads of 4-core tables go: digits to places, and back.
+struct HeadMap {
+  int32_t* slots;   // [num_slots] per head digit of every table: its place, or kNoHead
+  int32_t* counts;  // [num_tables] places in use
+  int64_t* digits;  // per place of every table
+  int64_t num_slots;
+};
+
+// Raises what CUDA reports.
+void check_cuda(cudaError_t error);
+
+// Cuts pieces, 256 bytes aligned, from a workspace; from null it only counts the bytes.
+struct Workspace {
+  char* base = nullptr;
+  int64_t bytes = 0;
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(base + bytes);
+    bytes += (std::max<int64_t>(count, 1) * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return base ? piece : nullptr;
+  }
+};
+
+struct CallMemory {
+  std::vector<CallTable> tables;
+  Call call{};
+  HeadMap heads{};
+  Device device;
+  Precision precision;
+  bool has_heads = false, has_tiled = false, has_general = false;
+  int64_t most_heads = 0;    // places of a table
+  int64_t head_floats = 0;   // of the heads of all tables
+  int64_t shared_bytes = 0;  // of a block that works in shared memory
+  int64_t general_blocks = 0;
+  int max_dim = 0;
+
+  CallMemory(const Lookup& lookup, bool is_backward, Workspace& workspace);
+
+  // Enough blocks for `jobs`, or to fill the device several times over.
+  unsigned blocks(int64_t jobs) const {
+    return static_cast<unsigned>(
+        std::clamp<int64_t>(jobs, 1, 16 * int64_t{std::max(device.num_multiprocessors, 1)}));
+  }
+  int64_t num_windows() const {
+    return (call.plan.num_indices + call.prefixes_per_window - 1) / call.prefixes_per_window;
+  }
+  // Brings the descriptors to the device and computes the heads.
+  void prepare(cudaStream_t stream) const;
+};
+
+void launch_heads(const CallMemory& memory, cudaStream_t stream);
+// Gradients of heads, like `heads`, to those of cores 0 and 1.
+void launch_split_head_grads(const CallMemory& memory, const float* grad_heads, int32_t* touched,
+                             cudaStream_t stream);
+// rows [.., ld]: every unique row that goes through the cores.
+void launch_rows(const CallMemory& memory, float* rows, int64_t ld, cudaStream_t stream);
+
+}  // namespace torchrec_tt::cuda
