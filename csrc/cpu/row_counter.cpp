@@ -3,7 +3,7 @@
 // Per table with a cache of C slots (numel 0: no cache):
 //   heats          [C] float32      of the row in each slot
 //   counter_ids    [8 buckets] int64, counter_heats [8 buckets] float32: the sketch (row_counter.h)
-//   statistics     [3] int64        hits, misses, unique misses
+//   statistics     [3 or more] int64: hits, misses, unique misses are counted up
 // lfu: a heat is a number of lookups; lru: the clock of the last one.
 #include <algorithm>
 #include <vector>
@@ -73,8 +73,9 @@ void count_misses(const Counts& to, const PlanRows& rows, int64_t begin, int64_t
 template <typename T>
 T* data_of(const Tensor& tensor, ScalarType type, int64_t size, const char* name, size_t t) {
   TT_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == type &&
-               tensor.numel() == size,
-           name, " must be contiguous, on the CPU, ", type, " and of ", size, " elements for table ", t);
+               tensor.numel() >= size,
+           name, " must be contiguous, on the CPU, ", type, " and of ", size, " elements for table ", t,
+           ", got ", tensor.numel(), " of ", tensor.scalar_type());
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 

@@ -10,10 +10,10 @@ def test_bytes_of_1000_rows_written_out():
     assert found.tags == 8_000
     assert found.heats == 4_000
     assert found.counter == 24_000
-    assert found.total == 548_000 + 72
+    assert found.total == 548_000 + 88
     assert row_cache_bytes(1000, 64, optimizer="rowwise_adagrad").optimizer_state == 4_000
     adam = row_cache_bytes(1000, 64, optimizer="adam", element_size=2, has_step=True)
-    assert (adam.rows, adam.optimizer_state, adam.bookkeeping) == (128_000, 512_000, 80)
+    assert (adam.rows, adam.optimizer_state, adam.bookkeeping) == (128_000, 512_000, 96)
 
 
 def test_tags_and_counter_of_10_million_rows_take_under_15_percent_of_the_rows():

@@ -174,6 +174,11 @@ def _check_tt_table(
     name, kind = config.name, sharding.sharding_type
     check_sharding_type(config, kind)
     check_cache_params(name, sharding.cache_params)
+    if getattr(config, "cache", None) is not None:
+        raise NotImplementedError(
+            f"cache must be None for a sharded table, got {config.cache} for table {name!r}: only "
+            "unsharded tables have one yet"
+        )
     if kind == ShardingType.DATA_PARALLEL.value:
         return
     ranks = list(sharding.ranks or [])

@@ -5,8 +5,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor, fx
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_tt.modules.cores import TTCores, as_fx_leaf
+from torchrec_tt.modules.row_cache import RowCache
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.modules.row_caches import RowCaches, cached_embedding_bag
 from torchrec_tt.ops.embedding_bag import check_tensors, embedding_bag, sum_dtype
 from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
 from torchrec_tt.tt.factorize import RowStrategy
@@ -30,6 +34,10 @@ class TTEmbeddingBag(TTCores):
         padding_idx: rows with this id count for nothing; negative ones count from the end.
         check_mode: for ids outside `[0, num_embeddings)`: "fatal" raises, "warning" and "ignore"
             read row 0.
+        cache: which rows are kept uncompressed, see `RowCacheConfig`. They are stepped in backward
+            by `cache.optimizer`, the cores by whatever optimizer has `parameters()`.
+        table_name: in messages about the cache, and what the rounding of its 16-bit rows depends
+            on.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores).
@@ -37,6 +45,7 @@ class TTEmbeddingBag(TTCores):
 
     Attributes:
         tt_cores: the parameters, core k `[m_k, r_k * n_k * r_{k+1}]`.
+        row_cache: the RowCache, or None.
         shape: the TTShape.
 
     Raises:
@@ -67,6 +76,8 @@ class TTEmbeddingBag(TTCores):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         check_mode: CheckMode = "fatal",
+        cache: RowCacheConfig | None = None,
+        table_name: str = "weight",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
@@ -92,6 +103,28 @@ class TTEmbeddingBag(TTCores):
         self._lookup = Lookup(
             [TTTable(name="weight", shape=self.shape)], pooling=mode, check_mode=check_mode
         )
+        self.row_cache, self._caches = None, None
+        if cache is not None:
+            self.row_cache = RowCache(
+                TTTable(name=table_name, shape=self.shape),
+                cache,
+                optimizer=None,
+                core_dtype=self.tt_cores[0].dtype,
+                device=device,
+            )
+            self._caches = RowCaches(self._lookup, [self.row_cache])
+
+    def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
+        """Draws the cores anew and empties the cache; a module on "meta" is left as it is."""
+        super().reset_parameters(generator=generator)
+        cache = getattr(self, "row_cache", None)  # there is none yet where the cores are made
+        if cache is not None:
+            cache.clear()
+
+    def to_dense(self) -> Tensor:  # [num_embeddings, embedding_dim]
+        """Returns the whole table, cached rows included, differentiable in the cores."""
+        dense = super().to_dense()
+        return dense if self.row_cache is None else self.row_cache.write_into(dense)
 
     def forward(
         self,
@@ -103,7 +136,8 @@ class TTEmbeddingBag(TTCores):
 
         Raises:
             ValueError: for ids out of range, offsets that do not fit, or weights of another shape.
-            NotImplementedError: for weights with mode "mean", as in nn.EmbeddingBag.
+            NotImplementedError: for weights with mode "mean", as in nn.EmbeddingBag; for training
+                with a cache inside DistributedDataParallel.
         """
         if isinstance(input, fx.Proxy):
             return as_fx_leaf(self, input, offsets, per_sample_weights)
@@ -127,14 +161,38 @@ class TTEmbeddingBag(TTCores):
             indices, offsets = indices[is_kept], kept[offsets.long()]
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights[is_kept]
-        output = embedding_bag(
+        output = self._pooled(indices, offsets, per_sample_weights)
+        return output if self._output_dtype is None else output.to(self._output_dtype)
+
+    def _pooled(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None
+    ) -> Tensor:
+        """The output in the dtype of the sums."""
+        cores = list(self.tt_cores)
+        if self._caches is None:
+            return embedding_bag(
+                indices,
+                offsets,
+                cores=cores,
+                lookup=self._lookup,
+                per_sample_weights=per_sample_weights,
+            )
+        is_trained = any(core.requires_grad for core in cores)
+        is_training = self.training and torch.is_grad_enabled() and is_trained
+        if is_training and DistributedDataParallel._get_active_ddp_module() is not None:
+            raise NotImplementedError(
+                "a row cache cannot be trained inside DistributedDataParallel, where every replica "
+                "would keep and train rows of its own: leave cache None, or shard the table"
+            )
+        return cached_embedding_bag(
             indices,
             offsets,
-            cores=list(self.tt_cores),
+            cores=cores,
             lookup=self._lookup,
+            caches=self._caches,
+            is_training=is_training,
             per_sample_weights=per_sample_weights,
         )
-        return output if self._output_dtype is None else output.to(self._output_dtype)
 
     def _flat(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns indices [N] and offsets [B + 1]."""

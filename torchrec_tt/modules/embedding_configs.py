@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import (
     data_type_to_dtype,
 )
 
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.init import TTInit
 from torchrec_tt.tt.shape import TTShape
@@ -120,6 +121,7 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
             `row_factors` are given.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
+        cache: which rows are kept uncompressed; None: none. Sharded tables have no cache yet.
 
     The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
     describe stored rows and are refused: `tt_init` takes their place.
@@ -135,9 +137,21 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         3
     """
 
+    cache: RowCacheConfig | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_pooling(self)
+        if not isinstance(self.cache, RowCacheConfig | None):
+            raise ValueError(
+                f"cache must be a RowCacheConfig or None, got {self.cache!r} for table "
+                f"{self.name!r}"
+            )
+        if self.cache is not None and (self.cache.num_rows or 0) > self.num_embeddings:
+            raise ValueError(
+                f"cache.num_rows must be at most num_embeddings, {self.num_embeddings}, got "
+                f"{self.cache.num_rows} for table {self.name!r}"
+            )
 
 
 @dataclass

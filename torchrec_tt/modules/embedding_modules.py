@@ -26,6 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_tt.modules.embedding import TTEmbedding
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
 from torchrec_tt.modules.embedding_configs import (
+    TTEmbeddingBagConfig,
     TTTableConfig,
     check_sequence_tables,
     check_tables,
@@ -70,6 +71,8 @@ class TTCollection(FusedOptimizerModule):
             table = self.table_modules()[config.name]
             if isinstance(config, TTTableConfig):
                 reset_cores_(table.tt_cores, config=config, seed=torch.initial_seed())
+                if getattr(table, "row_cache", None) is not None:
+                    table.row_cache.clear()
             else:
                 config.init_fn(table.weight)
 
@@ -351,13 +354,17 @@ def reset_cores_(
 
 
 def _embedding_bag(table: EmbeddingBagConfig, *, device: torch.device) -> nn.Module:
-    kind = TTEmbeddingBag if isinstance(table, TTTableConfig) else nn.EmbeddingBag
+    arguments = _table_arguments(table, device=device)
+    kind = nn.EmbeddingBag
+    if isinstance(table, TTEmbeddingBagConfig):
+        kind = TTEmbeddingBag
+        arguments |= {"cache": table.cache, "table_name": table.name}
     return kind(
         table.num_embeddings,
         table.embedding_dim,
         mode=pooling_type_to_str(table.pooling),
         include_last_offset=True,
-        **_table_arguments(table, device=device),
+        **arguments,
     )
 
 

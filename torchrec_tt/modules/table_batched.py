@@ -2,12 +2,15 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchrec_tt.modules.row_cache import RowCache
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.modules.row_caches import PlannedLookup, RowCaches, RowUse, cached_embedding_bag
 from torchrec_tt.ops.embedding_bag import (
     check_tensors,
     embedding_bag,
@@ -35,7 +38,10 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             ordinary gradients.
         reduce_gradients: for cores that are replicated: called once in each backward, before the
             step, with the gradients of all cores; returns their sums over the replicas. It is
-            called on every rank, with zeros where a rank had no ids.
+            called on every rank, with zeros where a rank had no ids. A refresh of row caches calls
+            it too, as `fold_rows` does.
+        caches: by table name, for tables that keep their hottest rows uncompressed: see
+            `RowCacheConfig`. Cached rows are stepped in backward, whatever steps the cores.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores), and so are the optimizer's moments.
@@ -45,10 +51,11 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         cores: table name to its list of cores, core k `[m_k, r_k * n_k * r_{k+1}]`. They are not
             initialised: see `torchrec_tt.tt.init`.
         optimizer: the CoreOptimizer, or None.
+        row_caches: table name to its RowCache, for tables that have one.
 
     Raises:
-        ValueError: for repeated names, an unknown choice, or `reduce_gradients` without an
-            optimizer.
+        ValueError: for repeated names, an unknown choice, `reduce_gradients` without an
+            optimizer, or a cache of no table.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         check_mode: CheckMode = "fatal",
         optimizer: TTOptimizerConfig | None = None,
         reduce_gradients: ReduceGradients | None = None,
+        caches: Mapping[str, RowCacheConfig] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         output_dtype: torch.dtype | None = None,
@@ -87,6 +95,26 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             )
         self._reduce_gradients = reduce_gradients
         self._output_dtype = output_dtype
+        caches = caches or {}
+        if unknown := [name for name in caches if name not in names]:
+            raise ValueError(f"caches must be of the tables {names}, got {unknown}")
+        self.row_caches = nn.ModuleDict(
+            {
+                table.name: RowCache(
+                    table,
+                    caches[table.name],
+                    optimizer=optimizer,
+                    core_dtype=dtype,
+                    device=device,
+                )
+                for table in tables
+                if table.name in caches
+            }
+        )
+        self._caches = None
+        if caches:
+            of_tables = [cast(RowCache, self.row_caches._modules.get(name)) for name in names]
+            self._caches = RowCaches(self.lookup, of_tables, reduce=reduce_gradients)
 
     @property
     def tables(self) -> tuple[TTTable, ...]:
@@ -126,18 +154,25 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             check_tensors(per_sample_weights=per_sample_weights)
             per_sample_weights = per_sample_weights.to(sum_dtype(cores[0]))
         trained = next((core for core in cores if core.requires_grad), None)
+        caches = self._caches
+        is_training = self.training and torch.is_grad_enabled() and trained is not None
         if self.optimizer is None or trained is None:
-            return embedding_bag(
-                indices,
-                offsets,
-                cores=cores,
-                lookup=self.lookup,
-                per_sample_weights=per_sample_weights,
+            call: dict[str, Any] = {"cores": cores, "lookup": self.lookup}
+            call["per_sample_weights"] = per_sample_weights
+            if caches is None:
+                return embedding_bag(indices, offsets, **call)
+            return cached_embedding_bag(
+                indices, offsets, caches=caches, is_training=is_training, **call
             )
-        batch_plan = plan(indices, offsets, lookup=self.lookup)
+        if caches is None:
+            planned, batch_plan = None, plan(indices, offsets, lookup=self.lookup)
+        else:
+            planned, batch_plan = caches.plan(
+                indices, offsets, cores=cores, is_training=is_training
+            )
         weights = None if per_sample_weights is None else per_sample_weights.contiguous()
         return _StepInBackward.apply(
-            self, batch_plan, offsets.contiguous(), weights, cores, trained
+            self, batch_plan, offsets.contiguous(), weights, cores, trained, planned
         )
 
     def _step(
@@ -202,13 +237,22 @@ class _StepInBackward(torch.autograd.Function):
         weights: Tensor | None,
         cores: list[nn.Parameter],
         trained: nn.Parameter,
+        planned: PlannedLookup | None,
     ) -> Tensor:
         ctx.module, ctx.plan, ctx.offsets, ctx.cores = module, batch_plan, offsets, cores
         ctx.versions = [core._version for core in cores] if ctx.needs_input_grad[5] else None
         if weights is not None:
             ctx.save_for_backward(weights)
+        caches = module._caches
+        if caches is not None:
+            ctx.use = RowUse(caches, planned, needs_values=ctx.needs_input_grad[3])
         return embedding_bag_forward(
-            batch_plan, cores, offsets=offsets, lookup=module.lookup, per_sample_weights=weights
+            batch_plan,
+            cores,
+            offsets=offsets,
+            lookup=module.lookup,
+            per_sample_weights=weights,
+            cached_rows=[] if caches is None else caches.rows,
         )
 
     @staticmethod
@@ -225,13 +269,20 @@ class _StepInBackward(torch.autograd.Function):
                 "in between: their gradient depends on them, so let every lookup's backward run "
                 "before the next lookup"
             )
+        caches = module._caches
+        if caches is not None:
+            ctx.use.check()
+        batch = {"offsets": ctx.offsets, "per_sample_weights": weights}
         call = {
-            "offsets": ctx.offsets,
+            **batch,
             "lookup": module.lookup,
-            "per_sample_weights": weights,
             "weights_grad": ctx.needs_input_grad[3],
+            "cached_rows": [] if caches is None else caches.rows,
         }
+        rate = module.optimizer.learning_rate
         grad_weights = module._step(grad_output, ctx.plan, cores, call)
+        if caches is not None:
+            ctx.use.step(grad_output, ctx.plan, learning_rate=rate, **batch)
         # Another lookup that still waits for its backward must not use the stepped cores.
         torch.autograd.graph.increment_version(cores)
-        return None, None, None, grad_weights if call["weights_grad"] else None, None, None
+        return None, None, None, grad_weights if call["weights_grad"] else None, None, None, None

@@ -14,7 +14,7 @@ def count_rows(
     heats: Sequence[Tensor],  # per table [C] float32; numel 0: it has no cache
     counter_ids: Sequence[Tensor],  # per table [K] int64, -1 where empty
     counter_heats: Sequence[Tensor],  # per table [K] float32
-    statistics: Sequence[Tensor],  # per table [3] int64: hits, misses, unique misses
+    statistics: Sequence[Tensor],  # per table int64: hits, misses, unique misses, ...
     *,
     lookup: Lookup,
     clocks: Sequence[int],  # per table: 0 counts lookups (lfu), others note the time (lru)

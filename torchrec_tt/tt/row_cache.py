@@ -7,7 +7,7 @@ from torchrec_tt.tt.cost import OPTIMIZERS
 
 WAYS = 8  # slots of a set: kWays in csrc/row_tags.h
 CELLS_PER_SLOT = 2  # of the counter
-BOOKKEEPING_BYTES = 9 * 8  # statistics and schedule, int64
+BOOKKEEPING_BYTES = 11 * 8  # statistics and schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
