@@ -37,7 +37,11 @@ from tests.distributed.toy_model import (
     tables,
     unsharded,
 )
-from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt import (
+    RowCacheConfig,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+)
 from torchrec_tt.distributed.sharding_plan import (
     TT_COMPUTE_KERNEL,
     check_plan,
@@ -102,6 +106,14 @@ def test_u11_cache_params_are_refused_for_a_tt_table_only() -> None:
         plan["t0"].cache_params = CacheParams(load_factor=load_factor)
         with pytest.raises(ValueError, match=r"cache_params must be None .* for table 't0'"):
             check_plan(ebc, plan, world_size=2)
+
+
+def test_a_row_cache_of_a_sharded_table_is_refused() -> None:
+    own = tables()
+    own[0].cache = RowCacheConfig(num_rows=8)
+    ebc = TTEmbeddingBagCollection(own, device="meta")
+    with pytest.raises(NotImplementedError, match="cache must be None .* for table 't0'"):
+        check_plan(ebc, hand_made(ebc), world_size=2)
 
 
 def test_output_dtypes_other_than_fp32_are_refused_beside_tt_tables() -> None:

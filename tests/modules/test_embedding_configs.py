@@ -5,6 +5,7 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
+from torchrec_tt import RowCacheConfig
 from torchrec_tt.modules.embedding_configs import (
     TTEmbeddingBagConfig,
     TTEmbeddingConfig,
@@ -134,3 +135,13 @@ def test_tables_that_cannot_form_a_collection_raise(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_tables(tables, is_weighted=is_weighted)
+
+
+def test_a_cache_must_be_a_config_of_no_more_rows_than_the_table_has() -> None:
+    assert TTEmbeddingBagConfig(**TABLE, tt_ranks=[2]).cache is None
+    cache = RowCacheConfig(num_rows=1000)
+    assert TTEmbeddingBagConfig(**TABLE, tt_ranks=[2], cache=cache).cache is cache
+    with pytest.raises(ValueError, match=r"cache must be a RowCacheConfig or None, got 0\.1"):
+        TTEmbeddingBagConfig(**TABLE, tt_ranks=[2], cache=0.1)
+    with pytest.raises(ValueError, match=r"cache\.num_rows must be at most num_embeddings, 1000"):
+        TTEmbeddingBagConfig(**TABLE, tt_ranks=[2], cache=RowCacheConfig(num_rows=1001))

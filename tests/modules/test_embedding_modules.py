@@ -8,8 +8,9 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt import TTEmbeddingBagCollection
+from torchrec_tt import RowCacheConfig, TTEmbeddingBagCollection
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cores import dense
 
 
@@ -253,3 +254,31 @@ def test_variable_batch_sizes_that_say_not_where_bags_belong_are_refused() -> No
         collection()(variable_features(None))
     with pytest.raises(ValueError, match=r"in \[0, 3\) for feature 'shared', got .*3"):
         collection()(variable_features(torch.tensor([[0, 1], [0, 3], [0, 0]])))
+
+
+# U35
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_u35_features_of_a_cached_table_are_one_lookup_with_the_same_result(is_weighted: bool):
+    plain = TTEmbeddingBagCollection(tables=tables(), is_weighted=is_weighted)
+    cached_tables = tables()
+    cached_tables[0].cache = RowCacheConfig(
+        num_rows=16, first_refresh=1, optimizer=TTOptimizerConfig(learning_rate=0.01)
+    )
+    cached = TTEmbeddingBagCollection(tables=cached_tables, is_weighted=is_weighted)
+    cached.load_state_dict(plain.state_dict(), strict=False)
+    batch = features(is_weighted=is_weighted)
+    torch.testing.assert_close(cached(batch).values(), plain(batch).values())
+    cache = cached.embedding_bags["tt"].row_cache
+    lookups = len(batch["shared"].values()) + len(batch["a"].values())
+    for _ in range(3):
+        cached(batch).values().square().sum().backward()
+    assert cache.num_steps == 4
+    counts = cache.statistics_dict()
+    assert counts["hits"] + counts["misses"] == 4 * lookups
+    assert counts["hits"] > 2 * lookups
+    keys = [key for key in cached.state_dict() if key.startswith("embedding_bags.tt.row_cache.")]
+    assert "embedding_bags.tt.row_cache.rows" in keys
+    before = cached(batch).values().detach()
+    restored = TTEmbeddingBagCollection(tables=cached_tables, is_weighted=is_weighted)
+    restored.load_state_dict(cached.state_dict())
+    assert torch.equal(restored.eval()(batch).values(), before)

@@ -155,13 +155,28 @@ class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollectionInterface):
         feature_dict = features.to_dict()
         pooled = []
         for table in self._embedding_bag_configs:
-            for feature_name in table.feature_names:
-                pooled.append(self._pool(table.name, feature_dict[feature_name]))
+            own = [feature_dict[feature_name] for feature_name in table.feature_names]
+            if getattr(table, "cache", None) is not None:
+                pooled += self._pool_together(table.name, own)
+            else:
+                pooled += [self._pool(table.name, feature) for feature in own]
         return KeyedTensor(
             keys=self._embedding_names,
             values=torch.cat(pooled, dim=1),
             length_per_key=self._lengths_per_embedding,
         )
+
+    def _pool_together(self, table: str, features: list[JaggedTensor]) -> list[Tensor]:
+        """In one lookup, which is one training step of the table's row cache."""
+        lengths = [feature.lengths() for feature in features]
+        together = JaggedTensor(
+            values=torch.cat([feature.values() for feature in features]),
+            lengths=torch.cat(lengths),
+            weights=torch.cat([feature.weights() for feature in features])
+            if self._is_weighted
+            else None,
+        )
+        return list(self._pool(table, together).split([len(each) for each in lengths]))
 
     def _pool(self, table: str, feature: JaggedTensor) -> Tensor:  # [B, D]
         weights = feature.weights() if self._is_weighted else None

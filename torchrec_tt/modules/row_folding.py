@@ -1,5 +1,6 @@
 """Folds rows into cores: moves the cores, by least squares, towards the values of given rows."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,7 +28,7 @@ class CoreRows:
     """
 
     def __init__(self, table: TTTable, ids: Tensor) -> None:
-        self._lookup = Lookup([table], pooling="none")
+        self._lookup = Lookup([dataclasses.replace(table, num_features=1)], pooling="none")
         self._offsets = torch.tensor([0, len(ids)], device=ids.device)
         self._plan = plan(ids - table.row_offset, self._offsets, lookup=self._lookup)
 
