@@ -75,6 +75,13 @@ class Traffic:
         """Returns the share of the lookups that the `num_cached` most popular ids get."""
         return 1.0 - sum(share for _, share in _beyond(self._groups(num_values), num_cached))
 
+    def effective_ids(self, num_values: int) -> float:
+        """Returns how many equally popular ids would have the entropy of these."""
+        entropy = -sum(
+            share * math.log(share / n) for n, share in self._groups(num_values) if share > 0
+        )
+        return math.exp(entropy)
+
     def _groups(self, num_values: int) -> tuple[tuple[float, float], ...]:
         if num_values < 1:
             raise ValueError(f"num_values must be positive, got {num_values}")

@@ -203,13 +203,11 @@ def _why(
     *,
     is_constrained: bool,
 ) -> str:
-    """One line: what the other sharding types would have cost, and what spoke for this one."""
+    """One line: what the best other types would have cost, and what spoke for this one."""
     if not others:
         return "the constraint leaves no other" if is_constrained else "it has no other"
-    fastest = min(others, key=lambda kind: others[kind])
-    beside = ", ".join(
-        f"{kind} {others[kind]:.2f}" for kind in sorted(others, key=lambda kind: others[kind])
-    )
+    nearest = sorted(others, key=lambda kind: others[kind])[:3]
+    fastest, beside = nearest[0], ", ".join(f"{kind} {others[kind]:.2f}" for kind in nearest)
     if ms <= others[fastest]:
         return f"fastest by itself; {beside} ms"
     if (option.path, fastest) not in used:

@@ -1,0 +1,121 @@
+"""Pictures of what `sweep` measured and `tune` predicts: memory against quality and time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_MARKERS = "osD^vP*X"
+_SIZE = (6.4, 4.2)  # inches
+
+
+def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draws memory against logloss and against speed, a line a number of TT tables.
+
+    Args:
+        records: of `results.json`.
+        folder: where `sweep_logloss` and `sweep_speed` go, as .png and .svg.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: without records.
+    """
+    if not records:
+        raise ValueError("records must have a run, got none")
+    paths = []
+    for name, key, label, dense_key in (
+        ("sweep_logloss", "logloss", "held-out logloss", "dense_logloss"),
+        ("sweep_speed", "samples_per_second", "samples per second", "dense_samples_per_second"),
+    ):
+        figure, axes = _axes("embedding parameters (MB, log scale)", label)
+        axes.set_xscale("log")
+        for marker, (title, points) in zip(_MARKERS, _lines(records, key).items(), strict=False):
+            x, mean, low, high = zip(*points, strict=True)
+            axes.plot(x, mean, marker=marker, label=title)
+            axes.fill_between(x, low, high, alpha=0.15)
+        dense = [record[dense_key] for record in records if dense_key in record]
+        if dense:
+            mean = sum(dense) / len(dense)
+            axes.axhline(mean, color="black", linestyle="--", label="uncompressed")
+        note = "mean over seeds, shaded from least to most" if _has_seeds(records) else None
+        axes.legend(title=note, fontsize="small", title_fontsize="x-small")
+        paths += _save(figure, folder / name)
+    return paths
+
+
+def plot_tuned(plans: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draws the frontier: memory of a rank against predicted time and against the error.
+
+    Args:
+        plans: what `torchrec-tt tune --json` prints under `plans`.
+        folder: where `tuned_time` and `tuned_error` go, as .png and .svg.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: without plans.
+    """
+    if not plans:
+        raise ValueError("plans must have a plan, got none")
+    paths = []
+    for name, key, label, other, other_label in (
+        ("tuned_time", "step_ms", "predicted time of a step (ms)", "error", "error"),
+        ("tuned_error", "error", "error (see docs/planner.md)", "step_ms", "ms"),
+    ):
+        figure, axes = _axes("tables on the fullest rank (MB, log scale)", label)
+        axes.set_xscale("log")
+        drawn = axes.scatter(
+            [plan["rank_bytes"] / 1e6 for plan in plans],
+            [plan[key] for plan in plans],
+            c=[plan[other] for plan in plans],
+            cmap="viridis",
+            edgecolors="black",
+            linewidths=0.5,
+            label="plans of the frontier",
+        )
+        figure.colorbar(drawn, ax=axes, label=other_label)
+        axes.legend(fontsize="small")
+        paths += _save(figure, folder / name)
+    return paths
+
+
+def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _lines(
+    records: Sequence[Mapping[str, Any]], key: str
+) -> dict[str, list[tuple[float, float, float, float]]]:
+    """MB with the mean, least and most over seeds, by number of TT tables and cache."""
+    groups: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        title = f"{record['tt_tables']} TT tables"
+        if record.get("cache_load_factor"):
+            title += f", cache {record['cache_load_factor']:.2%}"
+        points = groups.setdefault(title, {})
+        points.setdefault(record["embedding_bytes"] / 1e6, []).append(record[key])
+    return {
+        title: [(x, sum(y) / len(y), min(y), max(y)) for x, y in sorted(points.items())]
+        for title, points in groups.items()
+    }
+
+
+def _has_seeds(records: Sequence[Mapping[str, Any]]) -> bool:
+    return len({record.get("seed") for record in records}) > 1
+
+
+def _save(figure: Any, stem: Path) -> list[Path]:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    return paths

@@ -1,0 +1,122 @@
+"""Trains the Criteo example over a grid of settings, one run after the other, and resumes."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepFile:
+    """What a sweep file has: every combination of the lists is a run.
+
+    Attributes:
+        output_dir: a folder for each run, and `results.json`.
+        script: the example's `train.py`.
+        data: its `--data`.
+        tt_ranks: of the TT tables.
+        tt_tables: how many of the largest tables are TT.
+        cache_load_factors: of their row caches; 0 is none.
+        seeds: of the first weights.
+        processes: ranks of a run.
+        arguments: more flags of the example, for every run, such as "--adagrad".
+        compare_dense: whether each run trains the uncompressed model too.
+        timeout_seconds: of one run.
+    """
+
+    output_dir: str
+    script: str = "examples/criteo/train.py"
+    data: str = "made"
+    tt_ranks: list[int] = field(default_factory=lambda: [8, 16, 32, 64])
+    tt_tables: list[int] = field(default_factory=lambda: [3, 5, 7])
+    cache_load_factors: list[float] = field(default_factory=lambda: [0.0])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    processes: int = 2
+    arguments: list[str] = field(default_factory=list)
+    compare_dense: bool = False
+    timeout_seconds: float = 3600.0
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """Returns the settings of each run."""
+        for rank, tables, cache, seed in itertools.product(
+            self.tt_ranks, self.tt_tables, self.cache_load_factors, self.seeds
+        ):
+            yield {
+                "tt_rank": rank,
+                "tt_tables": tables,
+                "cache_load_factor": cache,
+                "seed": seed,
+            }
+
+
+def run_sweep(
+    sweep: SweepFile, *, on_run: Callable[[int, int, dict[str, Any]], None] | None = None
+) -> list[dict[str, Any]]:
+    """Trains what is not trained yet and returns a record for each run, its settings and metrics.
+
+    A run's folder is named by its settings, and a finished one has the example's `metrics.json`
+    and the command that made it: the same command is not run again. `results.json` is written
+    after every run.
+
+    Args:
+        sweep: the grid.
+        on_run: called before each run with its number, the number of runs and its settings.
+
+    Raises:
+        RuntimeError: if a run fails or takes too long; what it wrote is in `log.txt` of its folder.
+        ValueError: if the script is not there.
+    """
+    if not Path(sweep.script).is_file():
+        raise ValueError(f"script must be the example's train.py, got {sweep.script!r}")
+    folder = Path(sweep.output_dir)
+    all_settings = list(sweep.settings())
+    records = []
+    for i, settings in enumerate(all_settings):
+        if on_run is not None:
+            on_run(i, len(all_settings), settings)
+        records.append({**settings, **_run(sweep, settings, folder)})
+        (folder / "results.json").write_text(json.dumps(records, indent=2) + "\n")
+    return records
+
+
+def _run(sweep: SweepFile, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    own = folder / "_".join(f"{name}={value}" for name, value in settings.items())
+    command = _command(sweep, settings, own)
+    metrics, made_by = own / "metrics.json", own / "command.json"
+    if metrics.is_file() and made_by.is_file() and json.loads(made_by.read_text()) == command:
+        return json.loads(metrics.read_text())
+    own.mkdir(parents=True, exist_ok=True)
+    made_by.unlink(missing_ok=True)
+    with (own / "log.txt").open("w") as log:
+        try:
+            run = subprocess.run(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=sweep.timeout_seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"a run must end within {sweep.timeout_seconds} s, {own.name} did not; see "
+                f"{own / 'log.txt'}"
+            ) from None
+    if run.returncode or not metrics.is_file():
+        raise RuntimeError(f"{own.name} ended with {run.returncode}; see {own / 'log.txt'}")
+    made_by.write_text(json.dumps(command))
+    return json.loads(metrics.read_text())
+
+
+def _command(sweep: SweepFile, settings: dict[str, Any], own: Path) -> list[str]:
+    """The training's command; the launcher is torch's, in this interpreter."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(sweep.processes), sweep.script]
+    command += ["--data", sweep.data, "--output_dir", str(own)]
+    for name, value in settings.items():
+        if name != "cache_load_factor" or value:
+            command += [f"--{name}", str(value)]
+    return [*command, *(["--compare_dense"] if sweep.compare_dense else []), *sweep.arguments]
