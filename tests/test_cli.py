@@ -1,7 +1,38 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import torchrec_tt
-from torchrec_tt import cli
+from torchrec_tt import cli, doctor
+from torchrec_tt.distributed.planner.hardware import KNOWN, Hardware
+from torchrec_tt.model_file import read_model_file
+from torchrec_tt.schema import read_yaml
+
+MODEL = """
+batch_size: 64
+optimizer: adagrad
+cluster: {device: cpu, world_size: 2, memory_gb: 1}
+tables:
+  - {name: large, num_embeddings: 1000000, embedding_dim: 16, tt_ranks: [8, 8], data_type: bf16}
+  - {name: small, num_embeddings: 1000, embedding_dim: 16, pooling_factor: 3.0}
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    """The status, and what the command prints with --json."""
+    status = cli.main([*argv, "--json"])
+    return status, json.loads(capsys.readouterr().out)
 
 
 def test_u86_doctor_prints_versions_and_that_the_operators_are_ready(capsys):
@@ -10,6 +41,10 @@ def test_u86_doctor_prints_versions_and_that_the_operators_are_ready(capsys):
     assert torchrec_tt.__version__ in printed
     assert torch.__version__ in printed
     assert "ready" in printed
+    status, content = run(capsys, "doctor")
+    assert status == 0
+    assert content["problems"] == []
+    assert content["versions"]["torch"] == torch.__version__
 
 
 def test_u86_doctor_says_what_is_wrong_and_what_is_supported(capsys, monkeypatch):
@@ -18,3 +53,157 @@ def test_u86_doctor_says_what_is_wrong_and_what_is_supported(capsys, monkeypatch
     printed = capsys.readouterr().out
     assert "found 2.9.1" in printed
     assert "supported: torch 2.11 to 2.15" in printed
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem"),
+    [
+        ({"torchrec": "1.5.0", "fbgemm-gpu-cpu": "1.5.0"}, "TorchRec 1.5.0 is not among"),
+        ({"torchrec": "1.8.0"}, "TorchRec needs FBGEMM: pip install"),
+        ({"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "overwrite each other"),
+    ],
+)
+def test_doctor_names_what_does_not_fit_together(versions, problem, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    assert problem in doctor.diagnose().text()
+
+
+def test_inspect_counts_what_a_model_file_says(capsys, model_file):
+    status, content = run(capsys, "inspect", model_file)
+    assert status == 0
+    large, small = content["tables"]
+    shape = read_model_file(model_file).tables[0].config().tt_shape
+    assert large["num_bytes"] == 2 * shape.num_parameters  # bfloat16
+    assert large["dense_bytes"] == 1_000_000 * 16 * 4
+    assert [list(core) for core in shape.core_shapes] == large["cores"]
+    assert (small["kind"], small["num_bytes"]) == ("dense", 64_000)
+    assert content["total"]["num_bytes"] == large["num_bytes"] + 64_000
+    assert cli.main(["inspect", model_file]) == 0
+    assert "large" in capsys.readouterr().out
+
+
+def state_dict() -> dict[str, torch.Tensor]:
+    return {
+        "model.ebc.embedding_bags.t.tt_cores.0": torch.zeros(4, 6),
+        "model.ebc.embedding_bags.t.tt_cores.1": torch.zeros(5, 12, dtype=torch.float32),
+        "model.ebc.embedding_bags.r.weight": torch.zeros(7, 3, dtype=torch.float16),
+        "model.over.weight": torch.zeros(2, 2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_inspect_reads_the_cores_of_a_checkpoint(kind, capsys, tmp_path):
+    path = tmp_path / "checkpoint"
+    if kind == "folder":
+        dcp.save(state_dict(), checkpoint_id=path)
+    else:
+        torch.save({"model": state_dict(), "step": 3}, path)
+    status, content = run(capsys, "inspect", str(path))
+    assert status == 0
+    found = {entry["table"]: entry for entry in content["tables"]}
+    assert set(found) == {"t", "r"}
+    assert found["t"]["cores"] == [[4, 6], [5, 12]]
+    assert found["t"]["num_bytes"] == 4 * (24 + 60)
+    assert found["r"]["num_bytes"] == 2 * 21
+
+
+def test_plan_needs_no_ranks_and_reports_every_table(capsys, model_file):
+    status, content = run(capsys, "plan", model_file)
+    assert status == 0
+    assert [entry["table"] for entry in content["tables"]] == ["large", "small"]
+    assert content["step_ms"] == pytest.approx(max(content["rank_ms"]) + content["fixed_ms"])
+    assert cli.main(["plan", model_file]) == 0
+    assert "ms a step" in capsys.readouterr().out
+
+
+def test_a_cluster_of_gpus_is_planned_without_one(capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(
+        MODEL.replace(
+            "device: cpu, world_size: 2",
+            "device: cuda, world_size: 16, hardware: b200, local_world_size: 8",
+        )
+    )
+    status, content = run(capsys, "plan", str(path))
+    assert status == 0
+    assert len(content["rank_ms"]) == 16
+
+
+def test_what_does_not_fit_fails_and_says_what_would(capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL.replace("memory_gb: 1", "memory_gb: 0.0001"))
+    status, content = run(capsys, "plan", str(path))
+    assert status == 1
+    assert "table 'large' needs at least" in content["error"]
+    assert cli.main(["plan", str(path)]) == 1
+    assert "torchrec-tt: error: table 'large'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tt_ranks", "tt_rank", "'tt_rank'; the nearest is 'tt_ranks'"),
+        ("adagrad", "lamb", r"optimizer must be one of ['sgd'"),
+        ("[8, 8]", "[8]", "large"),
+        ("pooling_factor: 3.0", "row_factors: [10, 100]", "row_factors must be left out"),
+        ("name: small", "name: large", "tables must have distinct names"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_by_name(old, new, message, capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL.replace(old, new).replace("[8]", "[8, 8, 8, 8, 8]"))
+    status, content = run(capsys, "plan", str(path))
+    assert status == 1
+    assert "model.yaml" in content["error"]
+    assert message in content["error"]
+
+
+def test_a_file_that_is_not_there_fails(capsys, tmp_path):
+    for command in (["plan"], ["inspect"], ["sweep"], ["plot"], ["tune", "--budget", "1MB"]):
+        status, content = run(capsys, *command, str(tmp_path / "none.yaml"))
+        assert status == 1
+        assert "none.yaml" in content["error"]
+
+
+def test_tune_writes_a_model_file_that_can_be_planned(capsys, model_file, tmp_path):
+    output = str(tmp_path / "tuned.yaml")
+    status, content = run(
+        capsys, "tune", model_file, "--budget", "300KB", "--tt_ranks", "4,8", "--output", output
+    )
+    assert status == 0
+    assert all(plan["rank_bytes"] <= 300_000 for plan in content["plans"])
+    least = min(content["plans"], key=lambda plan: plan["error"])
+    tuned = read_model_file(output)
+    assert [t.tt_ranks for t in tuned.tables] == [t["tt_ranks"] for t in least["model"]["tables"]]
+    assert run(capsys, "plan", output)[0] == 0
+
+
+def test_a_budget_is_a_number_of_bytes(capsys, model_file):
+    for budget in ("much", "0", "3XB"):
+        with pytest.raises(SystemExit) as error:
+            cli.main(["tune", model_file, "--budget", budget])
+        assert error.value.code == 2
+    assert cli._bytes("1.5GiB") == 3 * 2**29
+    assert cli._bytes("20MB") == 20_000_000
+
+
+def test_plot_draws_what_tune_and_sweep_print(capsys, tmp_path):
+    tuned, swept = tmp_path / "tuned.json", tmp_path / "results.json"
+    tuned.write_text(json.dumps({"plans": [{"rank_bytes": 9, "step_ms": 1.0, "error": 0.1}]}))
+    record = {"tt_tables": 3, "embedding_bytes": 9, "logloss": 0.5, "samples_per_second": 7}
+    swept.write_text(json.dumps([record]))
+    for path, stem in ((tuned, "tuned_time"), (swept, "sweep_logloss")):
+        status, content = run(capsys, "plot", str(path), "--output", str(tmp_path))
+        assert status == 0
+        assert str(tmp_path / f"{stem}.png") in content["files"]
+
+
+def test_calibrate_writes_what_the_planner_reads(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "torchrec_tt.calibrate.calibrate", lambda ranks, name: KNOWN["cpu"]
+    )  # tests/test_calibrate.py measures
+    output = tmp_path / "hardware.yaml"
+    status, content = run(capsys, "calibrate", "--output", str(output))
+    assert status == 0
+    assert content["name"] == "cpu"
+    assert read_yaml(output, Hardware) == KNOWN["cpu"]

@@ -164,9 +164,18 @@ class ModelFile:
     cluster: Cluster = field(default_factory=Cluster)
 
     def module(self) -> nn.Module:
-        """Returns the collection on `meta`, as `tables` of a module."""
-        collection = TTEmbeddingBagCollection([t.config() for t in self.tables], device="meta")
-        return nn.ModuleDict({"tables": collection})
+        """Returns the collection on `meta`, as `tables` of a module.
+
+        Raises:
+            ValueError: for tables that cannot be.
+        """
+        configs = []
+        for table in self.tables:
+            try:
+                configs.append(table.config())
+            except ValueError as error:
+                raise ValueError(f"table {table.name!r}: {error}") from None
+        return nn.ModuleDict({"tables": TTEmbeddingBagCollection(configs, device="meta")})
 
     def sharders(self) -> list[Any]:
         """Returns the sharder of the collection."""

@@ -33,10 +33,22 @@ def read_yaml(path: str | Path, schema: type[T]) -> T:
 
 
 def write_yaml(path: str | Path, value: Any, *, comment: str) -> None:
-    """Writes a dataclass as a mapping below `comment`, the fields in their order."""
+    """Writes a dataclass as a mapping below `comment`; fields that have their default are not."""
     lines = [f"# {line}" for line in comment.splitlines()]
-    body = yaml.safe_dump(dataclasses.asdict(value), sort_keys=False)
+    body = yaml.safe_dump(_plain(value), sort_keys=False)
     Path(path).write_text("\n".join([*lines, body]))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {
+        field.name: _plain(found)
+        for field in dataclasses.fields(value)
+        if (found := getattr(value, field.name)) != field.default
+    }
 
 
 def parse(content: object, schema: type[T], *, where: str = "the file") -> T:

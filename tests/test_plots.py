@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+
+from torchrec_tt.plots import plot_sweep, plot_tuned
+
+pytest.importorskip("matplotlib")
+
+
+def records() -> list[dict]:
+    return [
+        {
+            "tt_rank": rank,
+            "tt_tables": tables,
+            "cache_load_factor": 0.0,
+            "seed": seed,
+            "logloss": 0.5 + 0.1 / rank + 0.001 * seed,
+            "dense_logloss": 0.49,
+            "samples_per_second": 1000.0 - rank,
+            "embedding_bytes": 1_000_000 * rank * (8 - tables),
+        }
+        for rank in (8, 16, 32)
+        for tables in (3, 7)
+        for seed in (0, 1)
+    ]
+
+
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+def test_a_sweep_is_drawn_with_axes_units_and_a_legend(tmp_path: Path) -> None:
+    paths = plot_sweep(records(), tmp_path / "new")
+    assert [path.name for path in paths] == [
+        "sweep_logloss.png",
+        "sweep_logloss.svg",
+        "sweep_speed.png",
+        "sweep_speed.svg",
+    ]
+    for path in paths:
+        assert path.stat().st_size > 10_000
+    words = text_of(tmp_path / "new/sweep_logloss.svg")
+    for word in ("(MB", "held-out logloss", "3 TT tables", "7 TT tables", "uncompressed"):
+        assert word in words
+
+
+def test_a_frontier_is_drawn(tmp_path: Path) -> None:
+    plans = [{"rank_bytes": 10**k, "step_ms": 9.0 - k, "error": 0.1 * k} for k in range(4, 8)]
+    paths = plot_tuned(plans, tmp_path)
+    assert {path.stem for path in paths} == {"tuned_time", "tuned_error"}
+    assert "predicted time of a step (ms)" in text_of(tmp_path / "tuned_time.svg")
+
+
+def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="records must have a run"):
+        plot_sweep([], tmp_path)
+    with pytest.raises(ValueError, match="plans must have a plan"):
+        plot_tuned([], tmp_path)
