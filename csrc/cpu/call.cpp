@@ -242,10 +242,12 @@ OutputGradient<T>::OutputGradient(const Bags<T>& bags, const Tensor& grad_output
     for (int64_t i = 0; i < bags.num_indices; i++) at[i] = i * bags.dim();
   }
   const Features& features = bags.features;
-  for (size_t bag = 0; bags.is_pooled && bag + 1 < bags.offsets.size(); bag++) {
-    const int64_t f = bag / features.batch_size, b = bag % features.batch_size;
-    std::fill(at.get() + bags.offsets[bag], at.get() + bags.offsets[bag + 1],
-              b * features.num_columns + features.column[f]);
+  const int64_t* begin = bags.offsets.data();  // of the feature's bags
+  for (size_t f = 0; bags.is_pooled && f < features.table.size(); f++) {
+    int64_t column = features.column[f];
+    for (int64_t b = 0; b < features.batch_size; b++, begin++, column += features.num_columns) {
+      for (int64_t i = begin[0]; i < begin[1]; i++) at[i] = column;
+    }
   }
   view = {static_cast<const T*>(grad_output.const_data_ptr()), at.get(), scale.get(),
           weight_scale.get(), grad_weights};

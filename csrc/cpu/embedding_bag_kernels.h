@@ -69,7 +69,7 @@ template <typename T>
 static void pool(const RowsView<T>& rows, int64_t dim, const PlanView& plan, const T* scale,
                  const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out,
                  T* scratch) {
-  constexpr int64_t kAhead = 8;  // a row lies anywhere, and is asked for this many indices before
+  constexpr int64_t kAhead = 16;  // a row lies anywhere, and is asked for this many indices before
   const auto row = [&](int64_t i) { return read_row(rows, plan, plan.inverse[i], dim, scratch); };
   const int64_t last = bags ? bags[end] : end;
   for (int64_t bag = begin; bag < end; bag++, out += ld_out) {
@@ -280,6 +280,7 @@ constexpr Kernels<T> make_kernels() {
           &head_grad1<T>,
           &find_slots,
           &cached_weight_gradients<T>,
+          &sum_cached_gradients<T>,
           &step_rows<T>,
           &multiply_adds<T>};
 }

@@ -192,9 +192,13 @@ struct Kernels {
   // the weights' gradients of the indices of cached unique rows [begin, end); scratch [dim]
   void (*cached_weight_gradients)(const RowsView<T>&, int64_t dim, const PlanView&,
                                   const GradView<T>&, int64_t begin, int64_t end, T* scratch);
-  // steps cached unique rows [begin, end) of one table on their gradients; scratch [dim]
+  // sums [end - begin, dim]: adds what cached unique rows [begin, end) get from the indices
+  // [first, last); a row's first index starts its sum, so a table's features come in order
+  void (*sum_cached_gradients)(const PlanView&, const GradView<T>&, int64_t dim, int64_t first,
+                               int64_t last, int64_t begin, int64_t end, T* sums);
+  // steps cached unique rows [begin, end) of one table on their gradients [end - begin, dim]
   void (*step_rows)(const CoreUpdate<T>&, const CachedSlots&, int64_t dim, const PlanView&,
-                    const GradView<T>&, int64_t begin, int64_t end, T* scratch);
+                    int64_t begin, int64_t end, const T* grads);
   // `rounds` times kSumsOfPeak multiply-adds of vectors in registers; the result means nothing
   T (*multiply_adds)(int64_t rounds);
 };

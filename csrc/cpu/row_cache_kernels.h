@@ -55,11 +55,29 @@ TT_INLINE void prefetch_step(const CoreUpdate<T>& u, int64_t slot, int64_t dim) 
   }
 }
 
+// Adds the gradients of the indices [first, last) to the sums of their cached unique rows, those in
+// [begin, end), from 0 on. Read in the order of the indices: the output's gradient is the larger part.
+template <typename T>
+static void sum_cached_gradients(const PlanView& plan, const GradView<T>& grad, int64_t dim,
+                                 int64_t first, int64_t last, int64_t begin, int64_t end, T* sums) {
+  for (int64_t i = first; i < last; i++) {
+    const int64_t u = plan.inverse[i];
+    if (u < begin || u >= end) continue;
+    const T* from = grad.grad_output + grad.grad_at[i];
+    const T scale = grad.scale ? grad.scale[i] : T(1);
+    T* sum = sums + (u - begin) * dim;
+    if (plan.order[plan.row_starts[u]] == i) {
+      scaled<T, false>(from, scale, dim, sum);
+    } else {
+      scaled<T, true>(from, scale, dim, sum);
+    }
+  }
+}
+
 template <typename T>
 static void step_rows(const CoreUpdate<T>& step, const CachedSlots& slots, int64_t dim,
-                      const PlanView& plan, const GradView<T>& grad, int64_t begin, int64_t end,
-                      T* scratch) {
-  constexpr int64_t kAhead = 4;
+                      const PlanView& plan, int64_t begin, int64_t end, const T* grads) {
+  constexpr int64_t kAhead = 16;
   const auto slot_of = [&](int64_t u) { return plan.row_keys[u] - slots.key_base; };
   CoreUpdate<T> row_step = step;
   for (int64_t u = begin; u < end; u++) {
@@ -67,8 +85,7 @@ static void step_rows(const CoreUpdate<T>& step, const CachedSlots& slots, int64
     const int64_t slot = slot_of(u);
     // A row is rounded alike in whatever slot it lies.
     if (step.is_stochastic) row_step.rounding_shift = (slots.ids[slot] - slot) * dim;
-    const T* row_grad = row_gradient(plan, grad, u, dim, scratch, plan.row_starts[end]);
-    update(row_step, slot * dim, row_grad, 1, dim, dim);
+    update(row_step, slot * dim, grads + (u - begin) * dim, 1, dim, dim);
   }
 }
 

@@ -6,21 +6,12 @@
 namespace torchrec_tt::TT_ISA {
 
 // The gradient of unique row u, summed over its indices in order: in `scratch`, or in place.
-// Asks for what is summed next, up to the sorted position `asked_end`.
 template <typename T>
 TT_INLINE const T* row_gradient(const PlanView& plan, const GradView<T>& grad, int64_t u,
-                                int64_t dim, T* scratch, int64_t asked_end = 0) {
-  constexpr int64_t kAhead = 8;
+                                int64_t dim, T* scratch) {
   const int64_t begin = plan.row_starts[u], end = plan.row_starts[u + 1];
-  const auto ask = [&](int64_t s) {
-    if (s < asked_end) prefetch(grad.grad_output + grad.grad_at[plan.order[s]], dim);
-  };
-  if (end - begin == 1 && !grad.scale) {
-    ask(begin + kAhead);
-    return grad.grad_output + grad.grad_at[plan.order[begin]];
-  }
+  if (end - begin == 1 && !grad.scale) return grad.grad_output + grad.grad_at[plan.order[begin]];
   for (int64_t s = begin; s < end; s++) {
-    ask(s + kAhead);
     const int64_t i = plan.order[s];
     const T* from = grad.grad_output + grad.grad_at[i];
     const T scale = grad.scale ? grad.scale[i] : T(1);
