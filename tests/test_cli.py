@@ -190,7 +190,13 @@ def test_a_budget_is_a_number_of_bytes(capsys, model_file):
 def test_plot_draws_what_tune_and_sweep_print(capsys, tmp_path):
     tuned, swept = tmp_path / "tuned.json", tmp_path / "results.json"
     tuned.write_text(json.dumps({"plans": [{"rank_bytes": 9, "step_ms": 1.0, "error": 0.1}]}))
-    record = {"tt_tables": 3, "embedding_bytes": 9, "logloss": 0.5, "samples_per_second": 7}
+    record = {
+        "tt_rank": 8,
+        "tt_tables": 3,
+        "embedding_bytes": 9,
+        "logloss": 0.5,
+        "samples_per_second": 7,
+    }
     swept.write_text(json.dumps([record]))
     for path, stem in ((tuned, "tuned_time"), (swept, "sweep_logloss")):
         status, content = run(capsys, "plot", str(path), "--output", str(tmp_path))

@@ -40,7 +40,14 @@ def test_a_sweep_is_drawn_with_axes_units_and_a_legend(tmp_path: Path) -> None:
     for path in paths:
         assert path.stat().st_size > 10_000
     words = text_of(tmp_path / "new/sweep_logloss.svg")
-    for word in ("(MB", "held-out logloss", "3 TT tables", "7 TT tables", "uncompressed"):
+    for word in (
+        "(MB",
+        "held-out logloss",
+        "3 TT tables",
+        "7 TT tables",
+        "uncompressed",
+        "rank 32",
+    ):
         assert word in words
 
 

@@ -29,11 +29,19 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
         ("sweep_speed", "samples_per_second", "samples per second", "dense_samples_per_second"),
     ):
         figure, axes = _axes("embedding parameters (MB, log scale)", label)
-        axes.set_xscale("log")
+        axes.set_title("Criteo: memory of the tables and what it buys", fontsize="medium")
         for marker, (title, points) in zip(_MARKERS, _lines(records, key).items(), strict=False):
-            x, mean, low, high = zip(*points, strict=True)
+            x, mean, low, high, ranks = zip(*points, strict=True)
             axes.plot(x, mean, marker=marker, label=title)
             axes.fill_between(x, low, high, alpha=0.15)
+            for place, rank in zip(zip(x, mean, strict=True), ranks, strict=True):
+                axes.annotate(
+                    f"rank {rank}",
+                    place,
+                    xytext=(5, 5),
+                    textcoords="offset points",
+                    fontsize="x-small",
+                )
         dense = [record[dense_key] for record in records if dense_key in record]
         if dense:
             mean = sum(dense) / len(dense)
@@ -61,11 +69,11 @@ def plot_tuned(plans: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         raise ValueError("plans must have a plan, got none")
     paths = []
     for name, key, label, other, other_label in (
-        ("tuned_time", "step_ms", "predicted time of a step (ms)", "error", "error"),
-        ("tuned_error", "error", "error (see docs/planner.md)", "step_ms", "ms"),
+        ("tuned_time", "step_ms", "predicted time of a step (ms)", "error", "error of the plan"),
+        ("tuned_error", "error", "error (see docs/planner.md)", "step_ms", "predicted ms a step"),
     ):
         figure, axes = _axes("tables on the fullest rank (MB, log scale)", label)
-        axes.set_xscale("log")
+        axes.set_title("The best trade-offs that tune found", fontsize="medium")
         drawn = axes.scatter(
             [plan["rank_bytes"] / 1e6 for plan in plans],
             [plan[key] for plan in plans],
@@ -73,10 +81,8 @@ def plot_tuned(plans: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             cmap="viridis",
             edgecolors="black",
             linewidths=0.5,
-            label="plans of the frontier",
         )
         figure.colorbar(drawn, ax=axes, label=other_label)
-        axes.legend(fontsize="small")
         paths += _save(figure, folder / name)
     return paths
 
@@ -88,23 +94,27 @@ def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
     axes.grid(alpha=0.3)
     return figure, axes
 
 
 def _lines(
     records: Sequence[Mapping[str, Any]], key: str
-) -> dict[str, list[tuple[float, float, float, float]]]:
-    """MB with the mean, least and most over seeds, by number of TT tables and cache."""
-    groups: dict[str, dict[float, list[float]]] = {}
+) -> dict[str, list[tuple[float, float, float, float, int]]]:
+    """MB, mean, least and most over seeds, TT rank; by number of TT tables and cache."""
+    groups: dict[str, dict[tuple[float, int], list[float]]] = {}
     for record in records:
         title = f"{record['tt_tables']} TT tables"
         if record.get("cache_load_factor"):
             title += f", cache {record['cache_load_factor']:.2%}"
-        points = groups.setdefault(title, {})
-        points.setdefault(record["embedding_bytes"] / 1e6, []).append(record[key])
+        place = (record["embedding_bytes"] / 1e6, record["tt_rank"])
+        groups.setdefault(title, {}).setdefault(place, []).append(record[key])
     return {
-        title: [(x, sum(y) / len(y), min(y), max(y)) for x, y in sorted(points.items())]
+        title: [
+            (x, sum(y) / len(y), min(y), max(y), rank) for (x, rank), y in sorted(points.items())
+        ]
         for title, points in groups.items()
     }
 
