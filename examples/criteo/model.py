@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torchrec_tt import (
     TTEmbeddingBagConfig,
     tt_planner,
 )
+from torchrec_tt.model_file import read_model_file
 
 _FLOAT_BYTES = 4
 
@@ -66,6 +68,27 @@ def table_configs(
     return configs
 
 
+def configs_of_file(path: Path, *, embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """Returns the tables of a model file, one for each categorical column in the columns' order.
+
+    Raises:
+        ValueError: if the file has other features or columns of another dimension.
+    """
+    configs = [table.config() for table in read_model_file(path).tables]
+    features = [config.feature_names for config in configs]
+    if features != [[name] for name in DEFAULT_CAT_NAMES]:
+        raise ValueError(
+            f"{path} must have a table for each of {DEFAULT_CAT_NAMES}, got {features}"
+        )
+    for config in configs:
+        if config.embedding_dim != embedding_dim:
+            raise ValueError(
+                f"{path} must have tables of dim {embedding_dim}, got {config.embedding_dim} for "
+                f"table {config.name!r}"
+            )
+    return configs
+
+
 def table_bytes(config: EmbeddingBagConfig) -> int:
     """Returns the bytes of a table's parameters, in whichever form it is kept."""
     if isinstance(config, TTEmbeddingBagConfig):
@@ -85,6 +108,7 @@ def sharded_dlrm(
     over_arch_layer_sizes: list[int],
     batch_size: int,
     optimizer: OptimizerConfig,
+    is_planned_freely: bool = False,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Returns the DLRM sharded over the process group, and the optimizer of all its parameters.
 
@@ -96,6 +120,8 @@ def sharded_dlrm(
         over_arch_layer_sizes: top MLP; ends in 1.
         batch_size: rows per rank, for the planner.
         optimizer: of the MLPs and of the tables.
+        is_planned_freely: whether the planner chooses every table's sharding type; else the TT
+            tables show all three of theirs.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -115,7 +141,7 @@ def sharded_dlrm(
     planner = tt_planner(
         Topology(world_size=dist.get_world_size(), compute_device="cpu"),
         batch_size=batch_size,
-        constraints=_constraints(configs),
+        constraints={} if is_planned_freely else _constraints(configs),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.05),
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)

@@ -27,7 +27,14 @@ import torch
 import torch.distributed as dist
 from data import KAGGLE_NUM_EMBEDDINGS, CriteoFile, Split, read_batches, scan
 from made_rows import write_made_rows
-from model import OptimizerConfig, largest_columns, sharded_dlrm, sharding_types, table_configs
+from model import (
+    OptimizerConfig,
+    configs_of_file,
+    largest_columns,
+    sharded_dlrm,
+    sharding_types,
+    table_configs,
+)
 from report import Quality, embedding_report, measure, peak_memory_bytes
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.datasets.utils import Batch
@@ -80,6 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tt_tables", type=int, default=7, help="how many of the largest tables are TT")
     add("--tt_rank", type=_positive, default=32, help="every inner rank of a TT table")
     add("--tt_cores", type=int, choices=(2, 3, 4), default=3, help="cores of a TT table")
+    add("--tables", type=Path, help="a file of torchrec-tt tune in place of --tt_* and the rows")
     add("--freeze_tt", action="store_true", help="leave the TT cores as initialised")
     add("--compare_dense", action="store_true", help="then train the uncompressed model too")
     args = parser.parse_args(argv)
@@ -135,13 +143,17 @@ def prepare(
     """
     if args.batch_size is None:
         args.batch_size = max(1, _PAPER_BATCH_SIZE // dist.get_world_size())
+    if args.tables is not None:
+        configs = configs_of_file(args.tables, embedding_dim=args.embedding_dim)
+        args.num_embeddings_per_feature = [config.num_embeddings for config in configs]
     tt_columns = largest_columns(args.num_embeddings_per_feature, count=args.tt_tables)
-    configs = table_configs(
-        args.num_embeddings_per_feature,
-        embedding_dim=args.embedding_dim,
-        tt_columns=tt_columns,
-        tt_ranks=[args.tt_rank] * (args.tt_cores - 1),
-    )
+    if args.tables is None:
+        configs = table_configs(
+            args.num_embeddings_per_feature,
+            embedding_dim=args.embedding_dim,
+            tt_columns=tt_columns,
+            tt_ranks=[args.tt_rank] * (args.tt_cores - 1),
+        )
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=args.output_dir):  # before hours of training, not after
         pass
@@ -206,6 +218,7 @@ def train_and_evaluate(
         optimizer=OptimizerConfig(
             learning_rate=args.learning_rate, adagrad=args.adagrad, freeze_tt=args.freeze_tt
         ),
+        is_planned_freely=args.tables is not None,
     )
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
     start = time.perf_counter()

@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from data import KAGGLE_NUM_EMBEDDINGS, make_batch
 from model import (
     OptimizerConfig,
+    configs_of_file,
     largest_columns,
     sharded_dlrm,
     sharding_types,
@@ -87,3 +90,30 @@ def test_cores_of_every_sharding_type_train():
     moved = moved_by_a_step(adagrad=True, freeze_tt=False)
     for sharding_type in ("row_wise", "table_wise", "data_parallel"):
         assert moved.pop(sharding_type) == {True}
+
+
+KAGGLE = Path(__file__).parents[2] / "examples/criteo/kaggle.yaml"
+
+
+def test_the_tables_of_a_model_file_are_those_of_the_flags() -> None:
+    expected = table_configs(
+        KAGGLE_NUM_EMBEDDINGS,
+        embedding_dim=16,
+        tt_columns=largest_columns(KAGGLE_NUM_EMBEDDINGS, count=7),
+        tt_ranks=[32, 32],
+    )
+    found = configs_of_file(KAGGLE, embedding_dim=16)
+    assert [type(config) for config in found] == [type(config) for config in expected]
+    assert [(c.name, c.num_embeddings, c.feature_names) for c in found] == [
+        (c.name, c.num_embeddings, c.feature_names) for c in expected
+    ]
+    assert [table_bytes(c) for c in found] == [table_bytes(c) for c in expected]
+
+
+def test_a_model_file_of_other_tables_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("tables: [{name: t, num_embeddings: 10, embedding_dim: 16}]")
+    with pytest.raises(ValueError, match=r"model\.yaml must have a table for each of .*'cat_25'"):
+        configs_of_file(path, embedding_dim=16)
+    with pytest.raises(ValueError, match="must have tables of dim 8, got 16 for table 't_cat_0'"):
+        configs_of_file(KAGGLE, embedding_dim=8)
