@@ -203,7 +203,8 @@ __device__ void take_rows(const Call& call, const BackwardCall& b, const PrefixB
 // moves and the gradient of every index; leaves a last slice per unique row, a head slice per prefix
 // and a mid slice per group of a job.
 template <Precision kPrecision, bool kInShared>
-__global__ void __launch_bounds__(kThreads) make_grads(Call call, BackwardCall b) {
+__global__ void __launch_bounds__(kThreads, kInShared ? kFewBlocks : 1)
+    make_grads(Call call, BackwardCall b) {
   TT_DYN_SMEM(float, shared);
   TT_SHARED(BatchState, state, 1);
   BatchState& s = *state;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) clear_grads(const CallTable* tables)
 }
 
 // A warp per index: its row times its bag's gradient.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kManyBlocks)
     make_weight_grads(Call call, RowGradients g, const float* __restrict__ rows, int64_t ld_rows,
                       float* __restrict__ grad_weights) {
   const int lane = threadIdx.x % 32;

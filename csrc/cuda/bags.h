@@ -5,6 +5,8 @@
 
 namespace torchrec_tt::cuda {
 
+constexpr int64_t kMaxBags = 1 << 30;
+
 struct Feature {
   int64_t column;  // its first of the output
   int table, dim;
@@ -14,11 +16,12 @@ struct Bags {
   const void* offsets;  // [num_bags + 1]
   int has_long_offsets;
   const Feature* features;  // [F]
-  int64_t num_bags, batch_size, num_columns;
+  int num_bags, batch_size;
+  int64_t num_columns;
   const float* weights;  // [N] or null
   int is_mean, is_pooled;
 
-  __device__ int64_t offset(int64_t bag) const {
+  __device__ int64_t offset(int bag) const {
     return has_long_offsets ? static_cast<const int64_t*>(offsets)[bag]
                             : static_cast<const int32_t*>(offsets)[bag];
   }
@@ -36,8 +39,11 @@ struct BagsMemory {
     bags.offsets = lookup.offsets;
     bags.has_long_offsets = lookup.has_long_offsets;
     bags.features = workspace.take<Feature>(features.size());
-    bags.batch_size = lookup.batch_size;
-    bags.num_bags = static_cast<int64_t>(features.size()) * lookup.batch_size;
+    const int64_t num_bags = static_cast<int64_t>(features.size()) * lookup.batch_size;
+    TT_CHECK(num_bags < kMaxBags, "offsets must have less than ", kMaxBags, " bags on CUDA, got ",
+             num_bags);
+    bags.batch_size = static_cast<int>(lookup.batch_size);
+    bags.num_bags = static_cast<int>(num_bags);
     bags.num_columns = lookup.num_columns;
     bags.weights = lookup.weights;
     bags.is_mean = lookup.pooling == Pooling::kMean;

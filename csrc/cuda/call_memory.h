@@ -9,6 +9,9 @@ namespace torchrec_tt::cuda {
 
 constexpr int kThreads = 256;  // of a block
 constexpr int kWarps = kThreads / 32;
+// Blocks to a multiprocessor for which registers are given out: 64 and 128 to a thread. Left to
+// itself ptxas spills to make room for more.
+constexpr int kManyBlocks = 4, kFewBlocks = 2;
 
 struct CallTable {
   Table table;

@@ -9,7 +9,7 @@ namespace {
 // mid slice per group of a window, a head slice per prefix, a last slice and a row per unique row.
 // A block's memory is shared, or for tables that need more its own piece of global memory.
 template <Precision kPrecision, bool kInShared>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kFewBlocks)
     make_rows(Call call, float* __restrict__ rows, int64_t ld_rows) {
   TT_DYN_SMEM(float, shared);
   TT_SHARED(BatchState, state, 1);
@@ -53,12 +53,12 @@ constexpr int kColumns = 4;  // of a lane
 
 // A warp per bag, 32 indices at a time, so that their rows are asked for together. Moves a row and
 // 4 bytes per index, and a weight.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kManyBlocks)
     pool_bags(PlanView plan, Bags bags, const float* __restrict__ rows, int64_t ld_rows,
               float* __restrict__ output) {
   const int lane = threadIdx.x % 32;
-  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-  for (int64_t bag = first; bag < bags.num_bags; bag += int64_t{gridDim.x} * kWarps) {
+  const int first = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  for (int bag = first; bag < bags.num_bags; bag += static_cast<int>(gridDim.x) * kWarps) {
     const Feature feature = bags.features[bag / bags.batch_size];
     const int64_t begin = bags.offset(bag), end = bags.offset(bag + 1);
     const float over = bags.is_mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Without pooling: a warp per index.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kManyBlocks)
     gather_rows(PlanView plan, const float* __restrict__ weights, int dim,
                 const float* __restrict__ rows, float* __restrict__ output) {
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;

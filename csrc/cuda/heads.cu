@@ -6,7 +6,7 @@ namespace torchrec_tt::cuda {
 namespace {
 
 // One thread a prefix. Whoever meets a head first gives it a place; which place shows nowhere.
-__global__ void __launch_bounds__(kThreads) find_heads(Call call, HeadMap map) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) find_heads(Call call, HeadMap map) {
   const int num_prefixes = static_cast<int>(call.plan.counts[2]);
   for (int q = blockIdx.x * kThreads + threadIdx.x; q < num_prefixes; q += gridDim.x * kThreads) {
     const int64_t key = first_key(call.plan, q);
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) find_heads(Call call, HeadMap map) {
 }
 
 // One block a head, one thread an element.
-__global__ void __launch_bounds__(kThreads) multiply_heads(Call call, HeadMap map) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) multiply_heads(Call call, HeadMap map) {
   const int table = blockIdx.y;
   const Table& t = call.tables[table].table;
   if (t.num_cores != 4) return;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) multiply_heads(Call call, HeadMap ma
 }
 
 // One block a slice of core 0 or 1, one thread an element, the slice's heads in ascending order.
-__global__ void __launch_bounds__(kThreads) split_head_grads(Call call, const float* grad_heads,
+__global__ void __launch_bounds__(kThreads, kManyBlocks) split_head_grads(Call call, const float* grad_heads,
                                                              int32_t* touched) {
   const Table& t = call.tables[blockIdx.y].table;
   if (t.num_cores != 4) return;

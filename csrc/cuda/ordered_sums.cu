@@ -21,7 +21,7 @@ int bits_of(int64_t targets) {
   return bits;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kManyBlocks)
     clear_terms(int32_t* places, uint32_t* targets, uint32_t none, int64_t count) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kThreads) {
@@ -66,7 +66,7 @@ __device__ void sum_target(const OrderedSums& o, int64_t begin, int64_t end, int
 }
 
 // One block a target: a last slice or a head.
-__global__ void __launch_bounds__(kThreads) sum_terms(Call call, BackwardCall b, OrderedSums o) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) sum_terms(Call call, BackwardCall b, OrderedSums o) {
   TT_SHARED(float, sums, kThreads);
   const int64_t count = 2 * int64_t{o.terms.num_rows};
   for (int64_t target = blockIdx.x; target < o.num_targets; target += gridDim.x) {

@@ -33,7 +33,8 @@ __device__ inline int64_t head_place(const Call& call, const Table& t, int64_t d
 // Shared by a block.
 struct BatchState {
   CallTable table;
-  int64_t head[kPrefixesAtOnce];  // their places
+  int64_t head[kPrefixesAtOnce];       // their places
+  int64_t first_key[kPrefixesAtOnce];  // of their rows, that of last digit 0
   int starts[kPrefixesAtOnce], ends[kPrefixesAtOnce];  // their unique rows
   int64_t last_digit[kRowsAtOnce];  // of the rows in hand
   int prefix_of_row[kRowsAtOnce];
@@ -103,7 +104,9 @@ __device__ inline void take_prefixes(const Call& call, int begin, int end, Prefi
     if (is_taken) {
       s.starts[i] = call.plan.prefix_starts[q];
       s.ends[i] = call.plan.prefix_starts[q + 1];
-      s.head[i] = head_place(call, t, (own - batch.group_begin) / t.m_last);
+      const int64_t digit = (own - batch.group_begin) / t.m_last;
+      s.first_key[i] = batch.group_begin + digit * t.m_last;
+      s.head[i] = head_place(call, t, digit);
     }
   }
   batch.first = begin;
@@ -154,10 +157,10 @@ __device__ inline void load_lasts(const Call& call, BatchState& s, int first, in
   const BlockLayout& at = s.table.at;
   const int lane = threadIdx.x % 32, columns = round_up_to(t.n_last, 4);
   for (int row = threadIdx.x / 32; row < count; row += kWarps) {
-    const int64_t digit = (call.plan.row_keys[first + row] - t.key_base) % t.m_last;
+    int prefix = 0;
+    while (s.ends[prefix] <= first + row) prefix++;
+    const int64_t digit = call.plan.row_keys[first + row] - s.first_key[prefix];
     if (lane == 0) {
-      int prefix = 0;
-      while (s.ends[prefix] <= first + row) prefix++;
       s.prefix_of_row[row] = prefix;
       s.last_digit[row] = digit;
     }

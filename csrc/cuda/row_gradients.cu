@@ -8,10 +8,11 @@ namespace {
 constexpr int kLanesOfBag = 8;
 
 // Eight threads a bag.
-__global__ void __launch_bounds__(kThreads) place_bags(Bags bags, RowGradients g) {
-  const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kLanesOfBag;
-  const int64_t step = int64_t{gridDim.x} * kThreads / kLanesOfBag;
-  for (int64_t bag = first; bag < bags.num_bags; bag += step) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) place_bags(Bags bags, RowGradients g) {
+  constexpr int kBags = kThreads / kLanesOfBag;
+  const int first = static_cast<int>(blockIdx.x) * kBags + static_cast<int>(threadIdx.x) / kLanesOfBag;
+  const int step = static_cast<int>(gridDim.x) * kBags;
+  for (int bag = first; bag < bags.num_bags; bag += step) {
     const Feature feature = bags.features[bag / bags.batch_size];
     const int64_t begin = bags.offset(bag), end = bags.offset(bag + 1);
     const int64_t at = bag % bags.batch_size * bags.num_columns + feature.column;
@@ -38,7 +39,7 @@ struct LongRow {
 };
 
 // A warp a piece, a lane a column.
-__global__ void __launch_bounds__(kThreads) sum_pieces(Call call, RowGradients g) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) sum_pieces(Call call, RowGradients g) {
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   for (int64_t piece = first; piece * kPiece < call.plan.num_indices;
        piece += int64_t{gridDim.x} * kWarps) {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) sum_pieces(Call call, RowGradients g
 }
 
 // A block a long row: each warp sums every eighth piece, then the warps' sums in order.
-__global__ void __launch_bounds__(kThreads) sum_long_rows(Call call, RowGradients g) {
+__global__ void __launch_bounds__(kThreads, kManyBlocks) sum_long_rows(Call call, RowGradients g) {
   TT_SHARED(float, sums, kThreads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t piece = blockIdx.x; piece * kPiece < call.plan.num_indices; piece += gridDim.x) {
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) sum_long_rows(Call call, RowGradient
 void launch_row_gradients(const CallMemory& memory, const Bags& bags, const RowGradients& g,
                           cudaStream_t stream) {
   const int64_t pieces = (memory.call.plan.num_indices + kPiece - 1) / kPiece;
-  TT_LAUNCH(place_bags, memory.blocks((bags.num_bags * kLanesOfBag + kThreads - 1) / kThreads), kThreads,
+  TT_LAUNCH(place_bags, memory.blocks(bags.num_bags / (kThreads / kLanesOfBag) + 1), kThreads,
             0, stream, bags, g);
   TT_LAUNCH(sum_pieces, memory.blocks((pieces + kWarps - 1) / kWarps), kThreads, 0, stream, memory.call,
             g);

@@ -89,7 +89,7 @@ __device__ float stepped(const Settings& o, const SteppedCore& s, int64_t at, fl
 }
 
 // One block a slice, one thread an element.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kManyBlocks)
     step_slices(const SteppedCore* cores, int num_cores, int64_t num_slices, Settings o) {
   TT_SHARED(float, sums, kWarps + 1);
   for (int64_t i = blockIdx.x; i < num_slices; i += gridDim.x) {
