@@ -106,6 +106,7 @@ def calibrate(*, ranks: int = 2, name: str = "this machine") -> Hardware:
 
     Raises:
         ValueError: for fewer than two ranks.
+        RuntimeError: if the measurements make no sense, as on a machine that others keep busy.
     """
     if ranks < 2:
         raise ValueError(f"ranks must be 2 or more, got {ranks}")
@@ -177,9 +178,21 @@ def _tt_ms(case: _Case) -> list[float]:
     indices = _ids(case.num_rows, case.bags * case.pooling)
     offsets = torch.arange(case.bags + 1) * case.pooling
     grad = torch.randn(case.bags, case.dim)
-    forward = _milliseconds(lambda: module(indices, offsets))
-    both = _milliseconds(lambda: module(indices, offsets).backward(grad))
-    return [forward, max(both - forward, 1e-3), float(len(indices.unique()))]
+    module(indices, offsets).backward(grad)
+    dist.barrier()
+    forward, backward = [], []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        output = module(indices, offsets)
+        middle = time.perf_counter()
+        output.backward(grad)
+        forward.append(1e3 * (middle - begin))
+        backward.append(1e3 * (time.perf_counter() - middle))
+    return [
+        statistics.median(forward),
+        statistics.median(backward),
+        float(len(indices.unique())),
+    ]
 
 
 def _row_bytes_per_ms(dim: int, *, num_rows: int, bags: int = 8192) -> float:
@@ -261,6 +274,11 @@ def _step_ms(kinds: tuple[str, ...], *, num_tables: int = 4, batch_size: int = 3
 def _hardware(measured: Measured, *, ranks: int, name: str) -> Hardware:
     known = KNOWN["cpu"]
     speed = _fit(measured)
+    if speed[0] is None or speed[2] is None:
+        raise RuntimeError(
+            "times must grow with the work, but those measured did not: calibrate again when "
+            "nothing else keeps this machine busy"
+        )
     steps = {kind: measured[f"step {kind}"][0] for kind in _STEPS}
     step_ms = max(0.0, steps["table_wise"] + steps["row_wise"] - steps["both"])
     fixed = {
@@ -276,9 +294,9 @@ def _hardware(measured: Measured, *, ranks: int, name: str) -> Hardware:
         device="cpu",
         is_estimate=False,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks,
-        flops_per_ms=speed[0] or known.flops_per_ms,
+        flops_per_ms=speed[0],
         core_bytes_per_ms=speed[1] or known.core_bytes_per_ms,
-        pool_bytes_per_ms=speed[2] or known.pool_bytes_per_ms,
+        pool_bytes_per_ms=speed[2],
         row_bytes_per_ms=math.sqrt(measured["rows"][0] * measured["long rows"][0]),
         sweep_bytes_per_ms=min(sweep, known.core_bytes_per_ms),
         all_to_all_bytes_per_ms=measured["all_to_all"][0],
