@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch.distributed.device_mesh import init_device_mesh
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.sharding_plan import (
@@ -42,6 +43,7 @@ from torchrec_tt import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagCollectionSharder,
 )
+from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.sharding_plan import (
     TT_COMPUTE_KERNEL,
     check_plan,
@@ -97,23 +99,59 @@ def test_other_sharding_types_are_refused_by_table_and_allowed_types(kind: str) 
     check_plan(ebc, plan, world_size=2)
 
 
-def test_u11_cache_params_are_refused_for_a_tt_table_only() -> None:
-    ebc = collection()
-    for load_factor in (0, 0.2, 1.5):
-        plan = hand_made(ebc)
-        plan["r0"].cache_params = CacheParams(load_factor=load_factor)
-        check_plan(ebc, plan, world_size=2)
-        plan["t0"].cache_params = CacheParams(load_factor=load_factor)
-        with pytest.raises(ValueError, match=r"cache_params must be None .* for table 't0'"):
-            check_plan(ebc, plan, world_size=2)
-
-
-def test_a_row_cache_of_a_sharded_table_is_refused() -> None:
+def with_cache(cache: RowCacheConfig | None) -> TTEmbeddingBagCollection:
     own = tables()
-    own[1].cache = RowCacheConfig(num_rows=8)
-    ebc = TTEmbeddingBagCollection(own, device="meta")
-    with pytest.raises(NotImplementedError, match=r"cache must be None .* for table 't0'"):
-        check_plan(ebc, hand_made(ebc), world_size=2)
+    own[1].cache = cache  # of t0
+    return TTEmbeddingBagCollection(own, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (CacheParams(load_factor=0.0), r"load_factor must be in \(0, 1\), got 0.0 for table 't0'"),
+        (CacheParams(load_factor=1.5), r"load_factor must be in \(0, 1\), got 1.5 for table 't0'"),
+        (CacheParams(algorithm=CacheAlgorithm.LRU), "load_factor must be given .* table 't0'"),
+        (CacheParams(load_factor=0.2, precision=DataType.INT8), "precision must be one of"),
+        (CacheParams(load_factor=0.2, reserved_memory=8.0), "reserved_memory must be unset"),
+    ],
+)
+def test_u11_cache_params_that_a_row_cache_cannot_follow_are_refused(
+    params: CacheParams, message: str
+) -> None:
+    ebc = collection()
+    plan = hand_made(ebc)
+    plan["r0"].cache_params = params  # TorchRec's to judge
+    check_plan(ebc, plan, world_size=2)
+    plan["t0"].cache_params = params
+    with pytest.raises(ValueError, match=message):
+        check_plan(ebc, plan, world_size=2)
+
+
+def test_u11_cache_params_precede_the_cache_of_the_config_setting_by_setting() -> None:
+    own = RowCacheConfig(num_rows=16, decay=0.25, dtype=torch.float16)
+    config = with_cache(own).embedding_bag_configs()[1]
+    assert row_cache_config(config, None) == own
+    params = CacheParams(load_factor=0.2, algorithm=CacheAlgorithm.LRU, precision=DataType.BF16)
+    assert row_cache_config(config, params) == RowCacheConfig(
+        load_factor=0.2, policy="lru", decay=0.25, dtype=torch.bfloat16
+    )
+    config.cache = None
+    assert row_cache_config(config, params) == RowCacheConfig(
+        load_factor=0.2, policy="lru", dtype=torch.bfloat16
+    )
+
+
+def test_a_data_parallel_table_with_a_row_cache_is_refused_with_the_reason() -> None:
+    for own, params in (
+        (RowCacheConfig(num_rows=8), None),
+        (None, CacheParams(load_factor=0.2)),
+    ):
+        ebc = with_cache(own)
+        plan = hand_made(ebc, t0=data_parallel())
+        plan["t0"].cache_params = params
+        message = "got 'data_parallel' for table 't0': with a row cache every replica would need"
+        with pytest.raises(ValueError, match=message):
+            check_plan(ebc, plan, world_size=2)
 
 
 def test_output_dtypes_other_than_fp32_are_refused_beside_tt_tables() -> None:

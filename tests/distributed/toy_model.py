@@ -19,7 +19,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
+from torchrec_tt import (
+    RowCacheConfig,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+)
 from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 
@@ -95,10 +99,18 @@ def tables(pooling: Pooling = PoolingType.SUM) -> list[EmbeddingBagConfig]:
 
 
 def unsharded(
-    *, seed: int = 0, pooling: Pooling = PoolingType.SUM, is_weighted: bool = False
+    *,
+    seed: int = 0,
+    pooling: Pooling = PoolingType.SUM,
+    is_weighted: bool = False,
+    caches: Mapping[str, RowCacheConfig] | None = None,
 ) -> ToyModel:
     torch.manual_seed(seed)
-    model = ToyModel(TTEmbeddingBagCollection(tables(pooling), is_weighted=is_weighted))
+    configs = tables(pooling)
+    for config in configs:
+        if caches and config.name in caches:
+            config.cache = caches[config.name]
+    model = ToyModel(TTEmbeddingBagCollection(configs, is_weighted=is_weighted))
     with torch.no_grad():  # large enough that every step shows
         for name, parameter in model.named_parameters():
             if "tt_cores" in name:
@@ -168,7 +180,9 @@ def sharded(
         meta, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders
     )
     if load:
-        model.load_state_dict(copy.deepcopy(source.state_dict()))
+        values = {k: v for k, v in source.state_dict().items() if ".row_cache." not in k}
+        has_cache = any(".row_cache." in key for key in model.state_dict())
+        model.load_state_dict(copy.deepcopy(values), strict=not has_cache)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())), OPTIMIZERS[optimizer][1]
     )

@@ -22,7 +22,7 @@ from torchrec_tt.distributed.sharded_collection import (
     ShardedTTCollection,
     refuse_resharding,
     shapes_of,
-    tell_shapes,
+    tell_tables,
 )
 from torchrec_tt.distributed.sharding import create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import shardable_parameters
@@ -88,7 +88,7 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         infos_by_type = super().create_grouped_sharding_infos(
             LogicalWeights(module), table_name_to_parameter_sharding, fused_params
         )
-        tell_shapes(infos_by_type, module.tt_shapes)
+        tell_tables(infos_by_type, module.table_configs())
         return infos_by_type
 
     @classmethod

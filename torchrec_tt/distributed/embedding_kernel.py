@@ -1,7 +1,7 @@
 """The compute kernels that put Tensor-Train tables into TorchRec's grouped lookups."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
 from torchrec_tt.distributed.fused_params import check_mode_of
+from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.modules.table_batched import ReduceGradients, TTTable, TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import Pooling
 from torchrec_tt.optim import TTOptimizerConfig
@@ -28,6 +29,7 @@ _POOLINGS: dict[PoolingMode, Pooling] = {  # of row-wise tables TorchRec makes M
     PoolingMode.NONE: "none",
 }
 TT_SHAPE = "_tt_shape"  # a table's TTShape in ShardedEmbeddingTable.fused_params
+ROW_CACHE = "_row_cache"  # its RowCacheConfig or None there
 
 
 class TTBatchedDenseEmbeddingBag(BaseEmbedding):
@@ -60,6 +62,11 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             check_mode=check_mode_of(config.fused_params or {}),
             optimizer=optimizer,
             reduce_gradients=reduce_gradients,
+            caches={
+                table.name: cache
+                for table in config.embedding_tables
+                if (cache := table.fused_params[ROW_CACHE]) is not None
+            },
             device=device,
             dtype=data_type_to_dtype(config.data_type),
         )
@@ -76,6 +83,10 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         """Returns the cores of one of the kernel's tables, `d` of `[m_k, r_k * n_k * r_{k+1}]`."""
         return self._emb_module.cores[table]
 
+    def row_cache(self, table: str) -> RowCache | None:
+        """Returns the cache of one of the kernel's tables, if it has one."""
+        return cast(RowCache | None, self._emb_module.row_caches._modules.get(table))
+
     def forward(self, features: KeyedJaggedTensor) -> Tensor:  # [B, sum of D]; unpooled [N, D]
         weights = features.weights_or_none() if self._config.is_weighted else None
         if weights is None and self._config.is_weighted:
@@ -89,7 +100,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             per_sample_weights=None if weights is None else weights.float(),
         )
 
-    # ShardedTTCollection keeps the cores in its own state dict, under `tt_cores`.
+    # ShardedTTCollection keeps cores and row caches in its own state dict.
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         return {} if destination is None else destination
@@ -103,10 +114,10 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         yield from ()  # DDP would broadcast them from rank 0 at every step
 
     def flush(self) -> None:
-        """Does nothing: no values are kept outside the cores."""
+        """Does nothing: cached rows are in the state dict themselves."""
 
     def purge(self) -> None:
-        """Does nothing: no values are kept outside the cores."""
+        """Does nothing: what is loaded has the cached rows that belong to its cores."""
 
 
 class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModule):
@@ -147,7 +158,12 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
         owned = {} if is_everywhere else _placements(config, params)
         assert self._emb_module.optimizer is not None
         self._optim = TTFusedOptimizer(
-            self._emb_module.optimizer, params=params, owned=owned, pg=pg, mesh=_mesh_of(config)
+            self._emb_module.optimizer,
+            params=params,
+            owned=owned,
+            pg=pg,
+            mesh=_mesh_of(config),
+            row_caches=cast(list[RowCache], list(self._emb_module.row_caches.values())),
         )
 
     @property

@@ -26,7 +26,7 @@ from torchrec_tt.distributed.sharded_collection import (
     ShardedTTCollection,
     refuse_resharding,
     shapes_of,
-    tell_shapes,
+    tell_tables,
 )
 from torchrec_tt.distributed.sharding import POOLED_SHARDINGS, create_tt_sharding
 from torchrec_tt.distributed.sharding_plan import ROW_SPLITTING_TYPES, shardable_parameters
@@ -88,7 +88,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         infos_by_type = super().create_grouped_sharding_infos(
             LogicalWeights(module), table_name_to_parameter_sharding, prefix, fused_params, suffix
         )
-        tell_shapes(infos_by_type, module.tt_shapes)
+        tell_tables(infos_by_type, module.table_configs())
         for sharding_type, infos in infos_by_type.items():
             for info in infos:
                 if is_summed_mean(info.embedding_config, sharding_type):

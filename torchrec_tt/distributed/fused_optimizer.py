@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.optim.fused import FusedOptimizer
 
+from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.optim import CoreOptimizer, OptimizerName, TTOptimizerConfig
 
 _OPTIMIZERS: dict[EmbOptimType, OptimizerName] = {
@@ -119,6 +120,7 @@ class TTFusedOptimizer(FusedOptimizer):
             DTensor. State of replicated cores stays a plain tensor.
         pg: the process group of the ShardedTensors.
         mesh: where state dicts are to hold DTensors, their mesh; else None.
+        row_caches: of the same tables; those without an optimizer of their own follow this one.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class TTFusedOptimizer(FusedOptimizer):
         owned: Mapping[str, Any],
         pg: dist.ProcessGroup | None,
         mesh: DeviceMesh | None = None,
+        row_caches: Sequence[RowCache] = (),
     ) -> None:
         state: dict[Tensor, dict[str, Any]] = {}
         for name, param in params.items():
@@ -148,13 +151,17 @@ class TTFusedOptimizer(FusedOptimizer):
             param._in_backward_optimizers = [self]  # keeps the core from the dense optimizer
         super().__init__(params, state, optimizer.param_groups)
         self._optimizer = optimizer
+        self._row_caches = [cache for cache in row_caches if cache.config.optimizer is None]
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
         """Does nothing: the state is whole from the start."""
 
     def set_optimizer_step(self, step: int) -> None:
         """Sets the number of steps taken, where the optimizer counts them."""
-        for state in self._optimizer.state.values():
+        for state in (
+            *self._optimizer.state.values(),
+            *(dict(cache.named_buffers()) for cache in self._row_caches),
+        ):
             if "step" in state:
                 state["step"].fill_(step)
 
@@ -179,6 +186,8 @@ class TTFusedOptimizer(FusedOptimizer):
         )
         for group in self.param_groups:
             group["lr"] = lr
+        for cache in self._row_caches:
+            cache.optimizer = self._optimizer.config
 
     def step(self, closure: Any = None) -> None:
         """Does nothing: the step was taken in backward."""
@@ -230,3 +239,25 @@ def shards_on_this_rank(value: Any) -> list[Tensor] | None:
     if isinstance(value, DTensor) and isinstance(value.to_local(), LocalShardsWrapper):
         return value.to_local().local_shards()
     return None
+
+
+def owned_part(value: Any, *, key: str, size: Sequence[int], is_owner: bool) -> Tensor | None:
+    """Returns what this rank keeps of a tensor with one owner, None where that is another.
+
+    Raises:
+        ValueError: for another size, on every rank; on the owner, if it is whole elsewhere.
+    """
+    got = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    if tuple(got) != tuple(size):
+        raise ValueError(f"{key} must have the size {tuple(size)}, got {tuple(got)}")
+    if not is_owner:
+        return None
+    shards = shards_on_this_rank(value)
+    if shards is None:
+        return value
+    if len(shards) != 1 or tuple(shards[0].shape) != tuple(size):
+        raise ValueError(
+            f"{key} must be whole on this rank, got a {type(value).__name__} placed for another "
+            "plan: load it through torch.distributed.checkpoint"
+        )
+    return shards[0]

@@ -27,12 +27,18 @@ from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
 from torchrec_tt.distributed.fused_optimizer import (
     core_optimizer_config,
     one_owner_tensor,
-    shards_on_this_rank,
+    owned_part,
 )
 from torchrec_tt.distributed.fused_params import (
     check_fused_params,
     check_mode_of,
     check_regular_optimizers,
+)
+from torchrec_tt.distributed.row_cache import row_cache_config
+from torchrec_tt.distributed.row_cache_state import (
+    cached_blocks,
+    put_row_caches,
+    take_row_caches,
 )
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
@@ -42,6 +48,7 @@ from torchrec_tt.distributed.sharding_plan import (
 )
 from torchrec_tt.modules.embedding_configs import TTTableConfig
 from torchrec_tt.modules.embedding_modules import TTCollection, reset_cores_, tt_configs
+from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.tt.shape import TTShape
 
 
@@ -148,6 +155,7 @@ class ShardedTTCollection(nn.Module):
     def _initialize_torch_state(self) -> None:
         super()._initialize_torch_state()
         owners = {t.name: k for k in self._tt_kernels() for t in k.config.embedding_tables}
+        self._cached_blocks = cached_blocks(self._sharding_infos(), self._tt_kernels())
         owned: dict[str, ShardedTensor | DTensor] = {}
         for config in tt_configs(self._configs()):
             kernel = owners.get(config.name)
@@ -156,7 +164,30 @@ class ShardedTTCollection(nn.Module):
         self._owned_cores = owned
         self._register_state_dict_hook(_put_owned_cores)
         self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
+        if self._cached_blocks:
+            self._register_state_dict_hook(_put_row_caches)
+            self._register_load_state_dict_pre_hook(_take_row_caches, with_module=True)
         self._reset_cores()
+
+    def train(self, mode: bool = True) -> "ShardedTTCollection":
+        """Sets the mode, of the kernels too, which TorchRec hides from it; see nn.Module.train."""
+        super().train(mode)
+        for kernel in self._tt_kernels():
+            kernel.train(mode)
+        return self
+
+    def _sharding_infos(self) -> list[EmbeddingShardingInfo]:
+        by_type = getattr(self, "sharding_type_to_sharding_infos", {})  # of pooled tables alone
+        return [info for infos in by_type.values() for info in infos]
+
+    def _row_caches(self) -> dict[str, RowCache]:
+        """The caches on this rank by table."""
+        return {
+            table: block.cache
+            for table, blocks in self._cached_blocks.items()
+            for block in blocks
+            if block.cache is not None
+        }
 
     def _configs(self) -> Sequence[BaseEmbeddingConfig]:
         return getattr(self, self.configs_name)
@@ -213,6 +244,8 @@ class ShardedTTCollection(nn.Module):
             cores = self._tables()[config.name].tt_cores
             if cores[0].numel():
                 reset_cores_(cores, config=config, seed=seed[0])
+        for cache in self._row_caches().values():
+            cache.clear()
 
     @torch.no_grad()
     def _copy_cores_from_rank_0(self, module: TTCollection) -> None:
@@ -236,17 +269,24 @@ def refuse_resharding(module: ShardedTTCollection) -> NoReturn:
     )
 
 
-def tell_shapes(
-    infos_by_type: Mapping[str, Sequence[EmbeddingShardingInfo]], shapes: Mapping[str, TTShape]
+def tell_tables(
+    infos_by_type: Mapping[str, Sequence[EmbeddingShardingInfo]],
+    configs: Sequence[BaseEmbeddingConfig],
 ) -> None:
-    """Notes each TT table's shape in its sharding info, and checks what its kernel will read."""
+    """Notes each TT table's shape and row cache in its sharding info, and checks its kernel's."""
+    tables = {config.name: config for config in tt_configs(configs)}
     for sharding_type, infos in infos_by_type.items():
         for info in infos:
-            if info.embedding_config.name not in shapes:
+            config = tables.get(info.embedding_config.name)
+            if config is None:
                 continue
-            info.param._tt_shape = shapes[info.embedding_config.name]
-            info.fused_params = {  # TorchRec groups tables by them, so they must hash
-                k: tuple(v) if isinstance(v, list) else v for k, v in info.fused_params.items()
+            info.param._tt_shape = config.tt_shape
+            info.param._row_cache = row_cache_config(config, info.param_sharding.cache_params)
+            # TorchRec groups tables by them, so they must hash; caches make no other group.
+            info.fused_params = {
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in info.fused_params.items()
+                if not k.startswith("cache_")
             }
             check_mode_of(info.fused_params)
             if sharding_type != ShardingType.DATA_PARALLEL.value:
@@ -254,7 +294,7 @@ def tell_shapes(
 
 
 def shapes_of(sharding_infos: Sequence[EmbeddingShardingInfo]) -> dict[str, TTShape]:
-    """Returns the shapes that `tell_shapes` noted, by table name."""
+    """Returns the shapes that `tell_tables` noted, by table name."""
     return {
         info.embedding_config.name: info.param._tt_shape
         for info in sharding_infos
@@ -320,18 +360,39 @@ def _take_local_cores(
             value = state_dict.get(key)
             if value is None:
                 continue
-            shape = config.tt_shape.core_shapes[k]
-            size = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if tuple(size) != shape:
-                raise ValueError(f"{key} must have the size {shape}, got {tuple(size)}")
-            shards = shards_on_this_rank(value)
-            if not core.numel():
-                state_dict[key] = torch.empty(0)
-            elif shards is not None:
-                if len(shards) != 1 or shards[0].shape != core.shape:
-                    raise ValueError(
-                        f"{key} must be a whole core on this rank, got a "
-                        f"{type(value).__name__} placed for another plan: load it through "
-                        "torch.distributed.checkpoint"
-                    )
-                state_dict[key] = shards[0]
+            size, is_owner = config.tt_shape.core_shapes[k], core.numel() > 0
+            part = owned_part(value, key=key, size=size, is_owner=is_owner)
+            state_dict[key] = torch.empty(0) if part is None else part
+
+
+def _put_row_caches(
+    module: ShardedTTCollection, destination: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """State dict hook."""
+    env = module._env
+    for table, blocks in module._cached_blocks.items():
+        put_row_caches(
+            blocks,
+            destination,
+            prefix=f"{prefix}{module.tables_name}.{table}.",
+            pg=env.process_group,
+            mesh=env.device_mesh if env.output_dtensor else None,
+        )
+
+
+def _take_row_caches(
+    module: ShardedTTCollection,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *__: Any,
+) -> None:
+    """Load hook."""
+    missing: list[str] = []
+    for table, blocks in module._cached_blocks.items():
+        prefix_of_table = f"{prefix}{module.tables_name}.{table}."
+        take_row_caches(blocks, state_dict, prefix=prefix_of_table, missing_keys=missing)
+    if strict:
+        missing_keys.extend(missing)

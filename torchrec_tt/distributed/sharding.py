@@ -22,7 +22,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 
 from torchrec_tt.distributed.bounds_check import RowWiseBoundsCheck
-from torchrec_tt.distributed.embedding_kernel import TT_SHAPE
+from torchrec_tt.distributed.embedding_kernel import ROW_CACHE, TT_SHAPE
 from torchrec_tt.distributed.embedding_lookup import TTGroupedPooledEmbeddingsLookup
 from torchrec_tt.distributed.fused_params import check_mode_of
 from torchrec_tt.tt.shape import TTShape
@@ -147,9 +147,14 @@ def create_tt_sharding(
     codecs = {} if is_data_parallel else {"qcomm_codecs_registry": qcomm_codecs_registry}
     sharding = shardings[sharding_type](sharding_infos, env, device, **codecs)
     # After the grouping, which would put tables of different shapes into different kernels.
+    caches = {
+        info.embedding_config.name: getattr(info.param, "_row_cache", None)
+        for info in sharding_infos
+    }
     for table in sharding.embedding_tables():
         if table.name in shapes:
             table.fused_params[TT_SHAPE] = shapes[table.name]
+            table.fused_params[ROW_CACHE] = caches[table.name]
     return sharding
 
 

@@ -14,11 +14,18 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingType
+from torchrec.distributed.types import (
+    CacheParams,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingType,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_tt.distributed.applied_optimizer import applied_optimizer
 from torchrec_tt.distributed.fused_params import check_output_dtype
+from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig, TTTableConfig
 from torchrec_tt.modules.embedding_modules import (
     TTCollection,
@@ -93,36 +100,38 @@ def check_plan(
         )
 
 
-def sharding_types_of(config: TTTableConfig) -> tuple[str, ...]:
+def sharding_types_of(
+    config: TTTableConfig, *, cache_params: CacheParams | None = None
+) -> tuple[str, ...]:
     """Returns the sharding types that a Tensor-Train table can have.
 
     Splitting the columns would split a table's flops but not its cores. TorchRec has no
     table-row-wise sharding of sequences. The caches of a data-parallel table would need the same
     hot rows on every rank.
+
+    Raises:
+        ValueError: for `cache_params` that a row cache cannot follow.
     """
     types = _SEQUENCE_TYPES if isinstance(config, TTEmbeddingConfig) else _POOLED_TYPES
-    if getattr(config, "cache", None) is None:
+    if row_cache_config(config, cache_params) is None:
         return types
     return tuple(kind for kind in types if kind != ShardingType.DATA_PARALLEL.value)
 
 
-def check_sharding_type(config: TTTableConfig, sharding_type: str) -> None:
+def check_sharding_type(
+    config: TTTableConfig, sharding_type: str, *, cache_params: CacheParams | None = None
+) -> None:
     """Raises ValueError for a sharding type that a Tensor-Train table cannot have."""
-    types = sharding_types_of(config)
-    if sharding_type not in types:
-        raise ValueError(
-            f"sharding_type must be one of {list(types)} for a Tensor-Train table, "
-            f"got {sharding_type!r} for table {config.name!r}"
-        )
-
-
-def check_cache_params(table: str, cache_params: object) -> None:
-    """Raises ValueError where a plan or constraint wants a row cache, which does not exist yet."""
-    if cache_params is not None:
-        raise ValueError(
-            f"cache_params must be None for a Tensor-Train table, whose cores need no cache, "
-            f"got {cache_params} for table {table!r}"
-        )
+    types = sharding_types_of(config, cache_params=cache_params)
+    if sharding_type in types:
+        return
+    reason = ""
+    if sharding_type == ShardingType.DATA_PARALLEL.value:
+        reason = ": with a row cache every replica would need the same hot rows at every step"
+    raise ValueError(
+        f"sharding_type must be one of {list(types)} for a Tensor-Train table, "
+        f"got {sharding_type!r} for table {config.name!r}{reason}"
+    )
 
 
 def with_tt_kernel(
@@ -172,13 +181,7 @@ def _check_tt_table(
     pg: dist.ProcessGroup | None,
 ) -> None:
     name, kind = config.name, sharding.sharding_type
-    check_sharding_type(config, kind)
-    check_cache_params(name, sharding.cache_params)
-    if getattr(config, "cache", None) is not None:
-        raise NotImplementedError(
-            f"cache must be None for a sharded table, got {config.cache} for table {name!r}: only "
-            "unsharded tables have one yet"
-        )
+    check_sharding_type(config, kind, cache_params=sharding.cache_params)
     if kind == ShardingType.DATA_PARALLEL.value:
         return
     ranks = list(sharding.ranks or [])

@@ -121,7 +121,7 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
             `row_factors` are given.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
-        cache: which rows are kept uncompressed; None: none. Sharded tables have no cache yet.
+        cache: which rows are kept uncompressed, on every rank of the table; None: none.
 
     The other arguments are those of EmbeddingBagConfig. `init_fn` and the `weight_init` limits
     describe stored rows and are refused: `tt_init` takes their place.

@@ -73,7 +73,13 @@ def test_mean_tables_have_the_options_of_sum_tables() -> None:
             ParameterConstraints(sharding_types=["table_wise", "grid_shard"]),
             "got 'grid_shard' for table 't0'",
         ),
-        (ParameterConstraints(cache_params=CacheParams(load_factor=0.2)), "cache_params"),
+        (ParameterConstraints(cache_params=CacheParams(load_factor=1.2)), "cache_params"),
+        (
+            ParameterConstraints(
+                sharding_types=["data_parallel"], cache_params=CacheParams(load_factor=0.2)
+            ),
+            "with a row cache every replica",
+        ),
         (ParameterConstraints(compute_kernels=["fused"]), "compute_kernels must have"),
     ],
 )
@@ -83,6 +89,12 @@ def test_a_constraint_that_a_tt_table_cannot_meet_raises(
     with pytest.raises(ValueError, match=message):
         option_kinds({"t0": constraints})
     option_kinds({"r0": ParameterConstraints(sharding_types=["column_wise"])})
+
+
+def test_cache_params_keep_a_table_from_data_parallel() -> None:
+    found = option_kinds({"t0": ParameterConstraints(cache_params=CacheParams(load_factor=0.2))})
+    assert {kind for kind, _ in found["t0"]} == {"table_wise", "row_wise"}
+    assert "data_parallel" in {kind for kind, _ in found["t1"]}
 
 
 @pytest.mark.parametrize(("local_world_size", "is_offered"), [(4, False), (2, True), (1, False)])

@@ -10,10 +10,10 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.sharding_plan import (
     ROW_SPLITTING_TYPES,
     TT_COMPUTE_KERNEL,
-    check_cache_params,
     check_sharding_type,
     sharding_types_of,
     tt_collection,
@@ -63,9 +63,10 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
             constraints = (self._constraints or {}).get(name)
             if constraints is None:
                 continue
-            check_cache_params(name, constraints.cache_params)
+            cache_params = constraints.cache_params
+            row_cache_config(table, cache_params)
             for sharding_type in constraints.sharding_types or []:
-                check_sharding_type(table, sharding_type)
+                check_sharding_type(table, sharding_type, cache_params=cache_params)
             kernels = constraints.compute_kernels
             if kernels and TT_COMPUTE_KERNEL not in kernels:
                 raise ValueError(
@@ -89,7 +90,10 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         constraints = (self._constraints or {}).get(name)
         asked = (constraints and constraints.sharding_types) or []
         if isinstance(self._config, TTTableConfig):
-            types = [t for t in sharding_types_of(self._config) if not asked or t in asked]
+            allowed = sharding_types_of(
+                self._config, cache_params=constraints and constraints.cache_params
+            )
+            types = [t for t in allowed if not asked or t in asked]
             if not asked and self._local_world_size in (1, self._world_size):
                 # On one node the same as row-wise, on nodes of one rank as table-wise.
                 types = [t for t in types if t != ShardingType.TABLE_ROW_WISE.value]

@@ -4,6 +4,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_tt.distributed.planner.hardware import Hardware
 from torchrec_tt.distributed.planner.lookups import Lookups, tt_config_of
+from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cost import step_work
@@ -13,7 +14,8 @@ from torchrec_tt.tt.shape import TTShape
 
 def row_cache_of(option: ShardingOption) -> RowCacheConfig | None:
     """Returns the cache of a TT option's table, if it has one."""
-    return getattr(tt_config_of(option), "cache", None)
+    config = tt_config_of(option)
+    return None if config is None else row_cache_config(config, option.cache_params)
 
 
 def _row_optimizer(option: ShardingOption, config: TTOptimizerConfig) -> str:

@@ -1,0 +1,188 @@
+"""Row caches of sharded tables: what lookups return and steps do, by a dictionary of rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.toy_model import EPS, KEYS, LR, NUM_IDS, full_state, kjt, sharded, unsharded
+from torchrec_tt import RowCacheConfig
+from torchrec_tt.distributed.sharded_collection import ShardedTTCollection
+from torchrec_tt.tt.cores import dense
+
+TW, RW, TWRW = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+)
+TABLE_OF = {"f2": "t0", "f0": "t0", "f3": "t1"}  # TT tables by feature
+OFTEN = RowCacheConfig(num_rows=16, first_refresh=2, refresh_growth=1)
+BAGS = 6  # on every rank
+
+Batch = tuple[list[Tensor], list[Tensor]]
+
+
+def drifting_batch(step: int, *, busy: int) -> Batch:
+    """Lengths and ids per feature: the first `busy` ranks' bags have hot ids, the others none."""
+    generator = torch.Generator().manual_seed(step)
+    bags = BAGS * dist.get_world_size()
+    lengths, ids = [], []
+    for key in KEYS:
+        n = torch.randint(0, 6, (bags,), generator=generator)
+        n[BAGS * busy :] = 0
+        hot = torch.randint(0, 12, (int(n.sum()),), generator=generator) * 7 + step // 6
+        rare = torch.randint(0, NUM_IDS[key], hot.shape, generator=generator)
+        is_hot = torch.rand(hot.shape, generator=generator) < 0.8
+        lengths.append(n)
+        ids.append(torch.where(is_hot, hot, rare) % NUM_IDS[key])
+    return lengths, ids
+
+
+def own_part(batch: Batch) -> KeyedJaggedTensor:
+    start = dist.get_rank() * BAGS
+    return kjt(batch, start=start, stop=start + BAGS)
+
+
+def collection_of(model: Any) -> ShardedTTCollection:
+    return next(m for m in model.modules() if isinstance(m, ShardedTTCollection))
+
+
+class Table:
+    """A TT table with cached rows as the state dict of the whole model has it."""
+
+    def __init__(self, state: Mapping[str, Tensor], name: str, shape: Any) -> None:
+        prefix = f"ebc.embedding_bags.{name}."
+        own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        self.cores = [own[f"tt_cores.{k}"] for k in range(shape.num_cores)]
+        self.sums: dict[int, Tensor] = {}
+        self.rows: dict[int, Tensor] = {}
+        self.shape = shape
+        for key, ids in own.items():
+            if key.endswith(".ids"):
+                at = key.removesuffix("ids")
+                for slot, row in enumerate(ids.long().tolist()):
+                    if row >= 0:
+                        assert row not in self.rows
+                        self.rows[row] = own[f"{at}rows"][slot]
+                        self.sums[row] = own[f"{at}sum"][slot]
+
+    def dense(self, cores: list[Tensor], rows: Tensor) -> Tensor:
+        table = dense(cores, shape=self.shape)
+        return table.index_copy(0, torch.tensor(list(self.rows), dtype=torch.long), rows)
+
+
+def check_refresh(before: Table, after: Table) -> None:
+    """Rows that stay keep value and state; new ones are what the cores give, and have no past."""
+    of_cores = dense(after.cores, shape=after.shape)
+    for row, value in after.rows.items():
+        if row in before.rows:
+            assert torch.equal(value, before.rows[row])
+            assert torch.equal(after.sums[row], before.sums[row])
+        else:
+            torch.testing.assert_close(value, of_cores[row])
+            assert not after.sums[row].any()
+    if after.rows.keys() >= before.rows.keys():  # nothing to fold
+        for old, new in zip(before.cores, after.cores, strict=True):
+            assert torch.equal(old, new)
+
+
+def lookup(weights: Tensor, batch: Batch, feature: str) -> Tensor:  # [B, D]
+    k = KEYS.index(feature)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), batch[0][k].cumsum(0)])
+    return embedding_bag(batch[1][k], weights, offsets, mode="sum", include_last_offset=True)
+
+
+def adagrad(value: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+    return value.detach() - LR * grad / (total.sqrt() + EPS)
+
+
+def check_near(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def drive(
+    rank: int, types: Mapping[str, str], busy: int, steps: int
+) -> dict[str, dict[str, int | float]]:
+    """Trains; after every forward and backward the state is what the dictionary says."""
+    source = unsharded(caches={"t0": OFTEN, "t1": OFTEN})
+    model, _ = sharded(source, types, optimizer="adagrad")
+    shapes = source.ebc.tt_shapes
+
+    def tables() -> dict[str, Table]:
+        state = full_state(model.state_dict())
+        check_replicas(state)
+        return {name: Table(state, name, shape) for name, shape in shapes.items()}
+
+    first, last = rank * BAGS, (rank + 1) * BAGS
+    sums = {
+        name: [torch.zeros_like(core) for core in table.cores] for name, table in tables().items()
+    }
+    for step in range(steps):
+        batch = drifting_batch(step, busy=busy)
+        old = tables()
+        pooled = collection_of(model)(own_part(batch)).wait()
+        now = tables()
+        leaves, outputs = {}, {}
+        for name, table in now.items():
+            check_refresh(old[name], table)
+            cores = [core.clone().requires_grad_() for core in table.cores]
+            dim = table.shape.embedding_dim
+            rows = torch.stack(list(table.rows.values()) or [torch.zeros(dim)])[: len(table.rows)]
+            leaves[name] = (cores, rows.clone().requires_grad_())
+        loss = torch.zeros(())
+        for feature, name in TABLE_OF.items():
+            table = now[name]
+            cores, rows = leaves[name]
+            output = lookup(table.dense(cores, rows), batch, feature)
+            key = "f0@t0" if feature == "f0" else feature
+            torch.testing.assert_close(pooled[key], output[first:last], rtol=1e-5, atol=1e-6)
+            outputs[key] = output
+            loss = loss + output.square().sum() / dist.get_world_size()
+        loss.backward()
+        sum(pooled[key].square().sum() for key in outputs).backward()
+        for name, table in tables().items():
+            cores, rows = leaves[name]
+            for k, core in enumerate(cores):
+                sums[name][k] += core.grad.square()
+                check_near(table.cores[k], adagrad(core, core.grad, sums[name][k]))
+            for k, row in enumerate(now[name].rows):
+                total = now[name].sums[row] + rows.grad[k].square()
+                check_near(table.sums[row], total)
+                check_near(table.rows[row], adagrad(rows[k], rows.grad[k], total))
+    return statistics(model)
+
+
+def check_replicas(state: Mapping[str, Tensor]) -> None:
+    """Cores that every rank has are the same on all of them, bit for bit."""
+    for key, value in state.items():
+        if ".tt_cores." in key:
+            parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, value)
+            assert all(torch.equal(part, value) for part in parts), key
+
+
+def statistics(model: Any) -> dict[str, dict[str, int | float]]:
+    return {
+        name: cache.statistics_dict() for name, cache in collection_of(model)._row_caches().items()
+    }
+
+
+# U23: rank 1 has no ids at all in the case of one busy rank.
+@pytest.mark.slow
+@pytest.mark.parametrize("types", [{"t0": TW, "t1": RW}, {"t0": RW, "t1": TW}])
+@pytest.mark.parametrize("busy", [1, 2])
+def test_a_sharded_row_is_what_the_dictionary_says(
+    two_ranks: Ranks, types: Mapping[str, str], busy: int
+) -> None:
+    results = two_ranks.run(drive, types, busy, 20)
+    counted = [table for result in results for table in result.values()]
+    assert len(counted) == 3  # one of the table-wise table, two of the row-wise one
+    for what, least in (("evictions", 10), ("hits", 100)):
+        assert sum(table[what] for table in counted) > least
