@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kMaxSliceSize = 1 << 24;       // elements of a core's slice
 constexpr int64_t kMaxBlockFloats = 1 << 28;     // of a block's memory
+constexpr size_t kMaxTables = 65535 / kMaxCores;  // of a grid's second dimension
 constexpr int64_t kMaxHeadDigits = 1 << 30;      // of 4-core tables
 constexpr int64_t kStaticSharedBytes = 4 << 10;  // more than any kernel's own
 
@@ -119,9 +120,9 @@ CallMemory::CallMemory(const Lookup& lookup, bool is_backward, Workspace& worksp
     max_dim = std::max(max_dim, t.dim());
     tables.push_back({t, at});
   }
-  TT_CHECK(slices < INT_MAX && tables.size() < 65536,
-           "tables must have less than 2^31 slices together and be at most 65535 on CUDA, got ",
-           slices, " and ", tables.size());
+  TT_CHECK(slices < INT_MAX && tables.size() <= kMaxTables,
+           "tables must have less than 2^31 slices together and be at most ", kMaxTables,
+           " on CUDA, got ", slices, " and ", tables.size());
   call.num_tables = static_cast<int>(tables.size());
   call.plan = lookup.plan;
   call.prefixes_per_window = window_of(lookup);

@@ -88,6 +88,7 @@ struct Emulation {
   std::map<std::pair<const char*, int>, int> known_sites;
   int disabled_site = -1;
   int seed = 0;
+  int num_launches = 0;
   int shared_limit = 99 << 10;
   std::string error, text;
 
@@ -427,6 +428,7 @@ void launch(const void* kernel, const char* name, dim3 grid, dim3 block, size_t 
             const std::function<void()>& body) {
   if (!machine.error.empty()) return;
   machine.kernel = name;
+  machine.num_launches++;
   machine.grid = grid;
   machine.block = block;
   machine.num_threads = static_cast<int>(block.x * block.y * block.z);
@@ -493,6 +495,7 @@ cudaError_t cuda_emulation_set_attribute(const void* kernel, cudaFuncAttribute, 
 
 // What emulation.py calls.
 extern "C" {
+int emulation_num_launches() { return machine.num_launches; }
 void emulation_set_schedule(int seed) { machine.seed = seed; }
 void emulation_set_shared_limit(int bytes) { machine.shared_limit = bytes; }
 void emulation_disable_barrier(int site) { machine.disabled_site = site; }

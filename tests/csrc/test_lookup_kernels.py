@@ -147,6 +147,19 @@ def test_tables_of_all_shapes_go_together(kernels, setting):
         case.check(kernels, setting)
 
 
+@pytest.mark.parametrize("setting", [Setting(), DETERMINISTIC])
+def test_a_call_of_many_tables_launches_as_often_as_of_one(kernels, setting):
+    counts = []
+    for names in (["4 cores"], ["4 cores"] * 20, [*SHAPES, *SHAPES]):
+        case = Case.draw(*names, is_weighted=True)
+        if setting.is_deterministic:
+            setting = replace(setting, rows_at_once=10**6)  # one turn
+        before = kernels.emulation.calls.emulation_num_launches()
+        case.check(kernels, setting)
+        counts.append(kernels.emulation.calls.emulation_num_launches() - before)
+    assert counts[0] == counts[1] == counts[2] > 8
+
+
 def bags_of(*indices: int, times: int, lookup: Lookup, batch_size: int = 3) -> Batch:
     """Bags that hold `indices` many times, the last one empty."""
     drawn = torch.tensor(indices).repeat(times)
