@@ -36,6 +36,7 @@ STABLE_TORCH_LIBRARY(TT_OPERATORS, m) {
   m.def(
       "place_rows(Tensor(a!) ids, Tensor(b!) heats, Tensor(c!) counter_ids, Tensor(d!) counter_heats,"
       " float ratio, float margin) -> (Tensor slots, Tensor evicted_ids, Tensor evicted_heats)");
+  m.def("advise_huge_pages(Tensor[] tensors) -> ()");
   m.def("check_errors(int device) -> ()");
   m.def("take_warning(int device) -> str");
   m.def("cuda_architectures() -> str");

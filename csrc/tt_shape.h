@@ -81,9 +81,11 @@ inline std::vector<TTShape> decode_tables(const std::vector<int64_t>& flat) {
 template <typename Offset>
 void check_offsets(const Offset* offsets, int64_t num_offsets, int64_t num_indices) {
   TT_CHECK(offsets[0] == 0, "offsets must start at 0, got ", offsets[0]);
-  int is_sorted = 1;  // without a branch an offset, of which a batch has as many as bags
-  for (int64_t i = 1; i < num_offsets; i++) is_sorted &= offsets[i - 1] <= offsets[i];
-  for (int64_t i = 1; !is_sorted && i < num_offsets; i++) {
+  Offset signs = 0;  // negative if an offset or a difference is, without a branch for each
+  for (int64_t i = 1; i < num_offsets; i++) {
+    signs |= offsets[i] | static_cast<Offset>(static_cast<uint64_t>(offsets[i]) - offsets[i - 1]);
+  }
+  for (int64_t i = 1; signs < 0 && i < num_offsets; i++) {
     TT_CHECK(offsets[i - 1] <= offsets[i], "offsets must not decrease, got ", offsets[i - 1],
              " then ", offsets[i], " at position ", i);
   }

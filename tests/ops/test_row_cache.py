@@ -18,7 +18,7 @@ from torchrec_tt.ops.embedding_bag import (
     sum_dtype,
 )
 from torchrec_tt.ops.lookup import Lookup
-from torchrec_tt.ops.row_cache import step_cached_rows
+from torchrec_tt.ops.row_cache import advise_huge_pages, step_cached_rows
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -594,3 +594,11 @@ def test_a_step_that_does_not_fit_raises_before_anything_is_stepped():
     with pytest.raises(ValueError, match="grad_output must be"):
         case.step([], sgd)
     assert all(torch.equal(a, b) for a, b in zip(case.caches.rows, before, strict=True))
+
+
+def test_huge_pages_hold_what_they_were_given():
+    sizes = (3 * 2**20, 5, 0)
+    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
+    advise_huge_pages([*tensors, torch.empty(4, device="meta")])
+    for tensor, size in zip(tensors, sizes, strict=True):
+        assert torch.equal(tensor, torch.arange(size, dtype=torch.float32))

@@ -12,6 +12,7 @@ from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.modules.row_folding import CoreRows, RowFold
 from torchrec_tt.ops.embedding_bag import sum_dtype
 from torchrec_tt.ops.lookup import TTTable
+from torchrec_tt.ops.row_cache import advise_huge_pages
 from torchrec_tt.ops.row_counter import place_rows
 from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.row_cache import CELLS_PER_SLOT
@@ -192,6 +193,7 @@ class RowCache(nn.Module):
     @torch.no_grad()
     def fill(self, placement: Placement, cores: Sequence[Tensor], *, squares: Tensor) -> None:
         """Gives new rows the cores' values and no past, and ends the refresh."""
+        advise_huge_pages(list(self.buffers()))
         slots = placement.slots
         values = CoreRows(self.table, self.ids[slots]).values(
             [core.detach().to(sum_dtype(core)) for core in cores]
