@@ -27,7 +27,9 @@ _STATES: dict[
     "adam": {"exp_avg": True, "exp_avg_sq": True},
 }
 _RATIO, _MARGIN = 1.25, 1.0  # a row must be looked up so much oftener to take another's slot (lfu)
-_KEPT_PER_EVICTED = 2  # rows that a fold holds where they are, for each one that it folds
+_MOST_FOLDED = _MOST_KEPT = 2048  # rows: a refresh takes at most so long
+FOLDED_WEIGHT = 0.25  # of a row that leaves: it is looked up less than its heat says
+_KEPT_PER_FOLDED = 8  # rows that a fold holds where they are, for each one that it folds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,23 +174,37 @@ class RowCache(nn.Module):
             evicted_heats=old_heats[is_evicted],
         )
 
-    def fold(self, placement: Placement, cores: Sequence[Tensor]) -> RowFold:
-        """Returns what moves the cores towards the evicted rows and holds the hottest others."""
-        most = min(_KEPT_PER_EVICTED * len(placement.evicted_ids), len(self.counter_ids))
+    @torch.no_grad()
+    def missed(self, placement: Placement, cores: Sequence[Tensor]) -> Tensor:  # [E] float64
+        """Returns each evicted row's squared distance from what the cores give, times its heat."""
+        wide = [core.detach().to(sum_dtype(core)) for core in cores]
+        of_cores = CoreRows(self.table, placement.evicted_ids).values(wide)
+        difference = placement.evicted_rows.double() - of_cores
+        return difference.square().sum(1) * self._weights(placement.evicted_heats)
+
+    def fold(self, placement: Placement, missed: Tensor, cores: Sequence[Tensor]) -> RowFold:
+        """Returns what moves the cores towards evicted rows and holds the hottest others.
+
+        Of many evicted rows those that are missed most are folded.
+        """
+        folded = missed.topk(min(len(missed), _MOST_FOLDED)).indices
+        most = min(_KEPT_PER_FOLDED * len(folded), _MOST_KEPT, len(self.counter_ids))
         heats = self.counter_heats.masked_fill(self.counter_ids < 0, -torch.inf)
         hottest = heats.topk(most).indices
         hottest = hottest[self.counter_ids[hottest] >= 0]
-        is_lfu = self.config.policy == "lfu"
-        weights, kept_weights = placement.evicted_heats, self.counter_heats[hottest]
         return RowFold(
             self.table,
             cores,
-            ids=placement.evicted_ids,
-            values=placement.evicted_rows,
-            weights=weights if is_lfu else torch.ones_like(weights),
+            ids=placement.evicted_ids[folded],
+            values=placement.evicted_rows[folded],
+            weights=FOLDED_WEIGHT * self._weights(placement.evicted_heats[folded]),
             kept_ids=self.counter_ids[hottest],
-            kept_weights=kept_weights if is_lfu else torch.ones_like(kept_weights),
+            kept_weights=self._weights(self.counter_heats[hottest]),
         )
+
+    def _weights(self, heats: Tensor) -> Tensor:
+        """What rows of such heat count for: lookups, and with "lru" all the same."""
+        return heats if self.config.policy == "lfu" else torch.ones_like(heats)
 
     @torch.no_grad()
     def fill(self, placement: Placement, cores: Sequence[Tensor], *, squares: Tensor) -> None:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrec_tt.modules.row_cache import Placement, RowCache
-from torchrec_tt.modules.row_folding import CoreRows, Reduce, fold_rows
+from torchrec_tt.modules.row_cache import FOLDED_WEIGHT, RowCache
+from torchrec_tt.modules.row_folding import Reduce, fold_rows
 from torchrec_tt.ops.embedding_bag import (
     embedding_bag_backward_dense,
     embedding_bag_forward,
     plan,
-    sum_dtype,
 )
 from torchrec_tt.ops.lookup import Lookup
 from torchrec_tt.ops.row_cache import step_cached_rows
@@ -155,14 +154,18 @@ class RowCaches:
 
     @torch.no_grad()
     def _refresh(self, due: Sequence[int], cores: Sequence[Sequence[Tensor]]) -> None:
-        placed = {t: (self._cache(t), self._cache(t).place()) for t in due}
-        folded = [t for t in due if self._cache(t).config.on_evict == "fold"]
-        squares = {t: _squares(*placed[t], cores[t]) for t in due if t not in folded}
+        placed = [self._cache(t).place() for t in due]
+        missed = [self._cache(t).missed(p, cores[t]) for t, p in zip(due, placed, strict=True)]
+        squares = [torch.stack([each.sum()] * 2) for each in missed]
+        folded = [i for i, t in enumerate(due) if self._cache(t).config.on_evict == "fold"]
         if folded:
-            folds = [placed[t][0].fold(placed[t][1], cores[t]) for t in folded]
-            squares |= zip(folded, fold_rows(folds, reduce=self._reduce), strict=True)
-        for t, (cache, placement) in placed.items():
-            cache.fill(placement, cores[t], squares=squares[t])
+            folds = [self._cache(due[i]).fold(placed[i], missed[i], cores[due[i]]) for i in folded]
+            for i, (before, after) in zip(
+                folded, fold_rows(folds, reduce=self._reduce), strict=True
+            ):
+                squares[i][1] -= (before - after) / FOLDED_WEIGHT
+        for t, placement, lost in zip(due, placed, squares, strict=True):
+            self._cache(t).fill(placement, cores[t], squares=lost)
 
     def _cache(self, t: int) -> RowCache:
         cache = self._caches[t]
@@ -228,17 +231,6 @@ class RowCaches:
                 key = (cache.optimizer, cache.learning_rate, cache.rows.dtype)
                 groups.setdefault(key, []).append(t)
         return [(config, rate, tables) for (config, rate, _), tables in groups.items()]
-
-
-def _squares(cache: RowCache, placement: Placement, cores: Sequence[Tensor]) -> Tensor:
-    """What dropping the evicted rows loses, as `fold_rows` returns it."""
-    wide = [core.to(sum_dtype(core)) for core in cores]
-    missed = CoreRows(cache.table, placement.evicted_ids).values(wide) - placement.evicted_rows
-    weights = placement.evicted_heats
-    if cache.config.policy == "lru":
-        weights = torch.ones_like(weights)
-    lost = (missed.double().square().sum(1) * weights).sum()
-    return torch.stack([lost, lost])
 
 
 def cached_embedding_bag(

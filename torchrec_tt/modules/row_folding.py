@@ -16,7 +16,7 @@ from torchrec_tt.ops.lookup import Lookup, TTTable
 
 Reduce = Callable[[list[Tensor]], list[Tensor]]
 ITERATIONS = 2  # more fit the rows better and move all others more: the loss does not gain
-_STEPS = (0.0, 0.5, 1.0)  # parts of what the linear model asks for
+_PARTS = (0.5, 1.0)  # of the step that the linear model asks for; or none of it
 
 
 class CoreRows:
@@ -82,6 +82,7 @@ class RowFold:
         self.weights = torch.cat([weights, kept_weights]).to(self.wanted.dtype)  # [E + K]
         self.residual = torch.zeros_like(self.wanted)
         self.residual[: len(ids)] = values.to(first.dtype) - first
+        self.before = self.squares(self.residual)
         self.delta = [torch.zeros_like(core) for core in self.wide]
 
     def gradient(self) -> list[Tensor]:
@@ -98,10 +99,10 @@ class RowFold:
         for delta, direction in zip(self.delta, directions, strict=True):
             delta.add_(direction, alpha=step)
 
-    def moved(self, step: float) -> list[Tensor]:
-        """The cores after `step` of the way, rounded as they are kept."""
+    def moved(self, part: float) -> list[Tensor]:
+        """The cores after this part of the way, rounded as they are kept."""
         pairs = zip(self.wide, self.delta, self.cores, strict=True)
-        return [(wide + step * delta).to(core.dtype) for wide, delta, core in pairs]
+        return [(wide + part * delta).to(core.dtype) for wide, delta, core in pairs]
 
 
 @torch.no_grad()
@@ -122,7 +123,7 @@ def fold_rows(
         iterations: of conjugate gradients, at least one.
 
     Returns:
-        Per table the weighted sum of squares of the rows folded before and after, of all replicas.
+        Per table the weighted sum of squares of this rank's rows, before and after.
 
     Reference:
         Bjorck, "Numerical Methods for Least Squares Problems", 1996, algorithm 7.4.1 (CGLS).
@@ -154,17 +155,16 @@ def fold_rows(
 
 def _take_best_parts(folds: Sequence[RowFold], total: Reduce) -> Tensor:
     """The linear model is not the table: takes the part of its step that truly comes closest."""
-    missed = [
-        fold.squares(
-            fold.wanted - fold.rows.values([c.to(fold.wanted.dtype) for c in fold.moved(step)])
-        )
-        for fold in folds
-        for step in _STEPS
-    ]
-    errors = total([torch.stack(missed)])[0].view(len(folds), len(_STEPS), 2)
-    best = errors[..., 0].argmin(1).tolist()
+    missed = []
+    for fold in folds:
+        missed.append(fold.before)
+        for part in _PARTS:
+            moved = [core.to(fold.wanted.dtype) for core in fold.moved(part)]
+            missed.append(fold.squares(fold.wanted - fold.rows.values(moved)))
+    own = torch.stack(missed).view(len(folds), 1 + len(_PARTS), 2)
+    best = total([own[..., 0].clone()])[0].argmin(1).tolist()
     for fold, at in zip(folds, best, strict=True):
         if at > 0:
-            for core, moved in zip(fold.cores, fold.moved(_STEPS[at]), strict=True):
+            for core, moved in zip(fold.cores, fold.moved(_PARTS[at - 1]), strict=True):
                 core.copy_(moved)
-    return torch.stack([errors[i, [0, at], 1] for i, at in enumerate(best)])
+    return torch.stack([own[i, [0, at], 1] for i, at in enumerate(best)])

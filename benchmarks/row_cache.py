@@ -1,0 +1,309 @@
+"""What row caches do: hit rates, step times, the cost of refreshes, and what folding is worth.
+
+Sections, each under two minutes on one core:
+
+    hits      hit rate over that of the true top rows, by capacity, on Zipf 1.05 and 1.2
+    criteo    the same on real columns (`--criteo FILE`, a Criteo TSV, plain or .gz)
+    steps     a training step with a filled cache over one without, counting included
+    refresh   share of the training time that refreshes take at the default schedule
+    crossing  a training step over nn.EmbeddingBag's on the uncompressed table, by hit rate
+    drift     loss on drifting streams, folding evicted rows over dropping them
+    memory    bytes of tags and counter over those of the cached rows
+
+Prints one table; `--json` writes its lines as records. Limits are those that a figure is held to;
+exits with 1 where one is missed.
+
+    OMP_NUM_THREADS=1 python benchmarks/row_cache.py hits steps
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import embedding_bag as bench
+import torch
+from torch import Tensor
+
+from torchrec_tt import RowCacheConfig, make_shape
+from torchrec_tt.modules.row_cache import RowCache
+from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
+from torchrec_tt.ops.embedding_bag import cpu_isa
+from torchrec_tt.ops.lookup import TTTable
+from torchrec_tt.optim import TTOptimizerConfig
+from torchrec_tt.tt.cores import dense
+from torchrec_tt.tt.init import init_cores_
+from torchrec_tt.tt.row_cache import num_slots, row_cache_bytes
+from torchrec_tt.tt.shape import TTShape
+
+ROWS = bench.NUM_EMBEDDINGS
+BATCH = 16384
+RATIOS = (0.0001, 0.001, 0.01)  # capacities, of the rows
+WIDE = make_shape(ROWS, 64, tt_ranks=[32, 32], row_factors=[200, 220, 250])
+NARROW = make_shape(ROWS, 4, tt_ranks=[2, 2], row_factors=[200, 220, 250])  # to count lookups only
+CRITEO_ROWS = {2: 10_131_227, 11: 8_351_593, 20: 7_046_547, 15: 5_461_306, 3: 2_202_608}
+Line = tuple[
+    str, float, float | None
+]  # title, figure, what it must be at most (at least: negative)
+
+
+def make_module(
+    shape: TTShape, cache: RowCacheConfig | None, *, learning_rate: float = bench.LEARNING_RATE
+) -> TTTableBatchedEmbeddingBags:
+    module = TTTableBatchedEmbeddingBags(
+        [TTTable(name="t", shape=shape)],
+        optimizer=TTOptimizerConfig(learning_rate=learning_rate),
+        caches=None if cache is None else {"t": cache},
+    )
+    generator = torch.Generator().manual_seed(0)
+    init_cores_(module.all_cores(), shape=shape, generator=generator)
+    return module
+
+
+def cache_of(module: TTTableBatchedEmbeddingBags) -> RowCache:
+    return module.row_caches["t"]
+
+
+def fill(module: TTTableBatchedEmbeddingBags, ids: Tensor) -> None:
+    """Fills the cache with these rows, the first ones surest."""
+    cache = cache_of(module)
+    cache.counter_ids[: len(ids)] = ids
+    cache.counter_heats[: len(ids)] = torch.arange(len(ids), 0, -1)
+    cores = module.all_cores()
+    cache.fill(cache.place(), cores, squares=torch.zeros(2, dtype=torch.float64))
+
+
+def hit_rate(module: TTTableBatchedEmbeddingBags) -> float:
+    """Since the statistics were reset."""
+    counts = cache_of(module).statistics_dict()
+    return counts["hits"] / (counts["hits"] + counts["misses"])
+
+
+def hits(*, steps: int = 1000) -> Iterator[Line]:
+    for exponent in (1.05, 1.2):
+        law, _ = bench.popularity(exponent)
+        modules = {r: make_module(NARROW, RowCacheConfig(load_factor=r)) for r in RATIOS}
+        for step in range(steps):
+            batch = bench.make_batch(BATCH, 1, order="scattered", exponent=exponent, dim=4)
+            for module in modules.values():
+                if step == 3 * steps // 4:
+                    cache_of(module).reset_statistics()
+                module(*batch[:2]).backward(batch[2])
+        for ratio, module in modules.items():
+            best = float(law[cache_of(module).num_slots - 1])
+            rate = hit_rate(module)
+            title = f"Zipf {exponent}, {100 * ratio:g} % of the rows: hit rate {rate:.3f} of"
+            yield f"{title} {best:.3f} for the true top rows", rate / best, -0.95
+
+
+def criteo(path: Path, *, epochs: int = 10) -> Iterator[Line]:
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    rows = [line.split("\t") for line in text.decode().splitlines()]
+    for column, size in CRITEO_ROWS.items():
+        ids = torch.tensor([int(row[14 + column] or "0", 16) % size for row in rows])
+        shape = make_shape(size, 4, tt_ranks=[2, 2])
+        module = make_module(shape, RowCacheConfig(load_factor=RATIOS[0]))
+        for epoch in range(epochs):
+            if epoch == epochs - 1:
+                cache_of(module).reset_statistics()
+            for part in ids.split(64):
+                module(part, torch.arange(len(part) + 1)).backward(torch.zeros(len(part), 4))
+        slots = cache_of(module).num_slots
+        top = ids.unique(return_counts=True)[1].sort(descending=True).values[:slots].sum()
+        best, rate = float(top) / len(ids), hit_rate(module)
+        title = f"column {column}, {slots} slots: hit rate {rate:.3f} of"
+        yield f"{title} {best:.3f} for the true top rows", rate / best, -0.95
+
+
+def steps() -> Iterator[Line]:
+    """On batches as they come (Zipf 1.05); the cache holds the true top rows."""
+    _, scatter = bench.popularity(1.05)
+    names = {"none": None, **{f"{100 * r:g} %": r for r in RATIOS}}
+    runs: dict[str, bench.Step] = {}
+    for name, ratio in names.items():
+        config = RowCacheConfig(load_factor=ratio, first_refresh=10**9) if ratio else None
+        module = make_module(WIDE, config)
+        if ratio:
+            fill(module, scatter[: cache_of(module).num_slots])
+        runs[name] = training_step(module)
+    times = take_turns(runs, [zipf_batch() for _ in range(4)])
+    for name in list(names)[1:]:
+        yield (
+            f"{name} of the rows cached: a step takes {times[name]:.2f} ms of {times['none']:.2f}",
+            times[name] / times["none"],
+            0.6 if name == "1 %" else None,
+        )
+
+
+def zipf_batch() -> bench.Batch:
+    return bench.make_batch(BATCH, 1, order="scattered", exponent=1.05, dim=64)
+
+
+def training_step(module: TTTableBatchedEmbeddingBags) -> bench.Step:
+    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
+        module(indices, offsets).backward(grad_output)
+
+    return step
+
+
+def take_turns(runs: dict[str, bench.Step], batches: list[bench.Batch]) -> dict[str, float]:
+    """Median milliseconds of processor time of a training step."""
+    times = bench.measure(runs, batches, 3, phases=("train",), clock=time.process_time)
+    return {name: phases["train"] for name, phases in times.items()}
+
+
+def refresh() -> Iterator[Line]:
+    """1,600 steps on fresh batches: the fill and the four refreshes after it."""
+    for ratio in RATIOS[1:]:
+        module = make_module(WIDE, RowCacheConfig(load_factor=ratio))
+        caches = module._caches
+        assert caches is not None
+        spent = {"refresh": 0.0, "train": 0.0}
+        caches._refresh = timed(caches._refresh, spent, "refresh")
+        train = timed(training_step(module), spent, "train")
+        for _ in range(1600):
+            train(*zipf_batch(), train=True)
+        counts = cache_of(module).statistics_dict()
+        title = f"{100 * ratio:g} % cached: {counts['refreshes']} refreshes in 1600 steps, "
+        title += f"{counts['evictions']} evictions, fold residual {counts['fold_residual']:.2f}"
+        yield title, spent["refresh"] / spent["train"], 0.02
+
+
+def timed(function: Callable, spent: dict[str, float], name: str) -> Callable:
+    def run(*args: object, **kwargs: object) -> None:
+        begin = time.process_time()
+        function(*args, **kwargs)
+        spent[name] += time.process_time() - begin
+
+    return run
+
+
+def crossing() -> Iterator[Line]:
+    """Hits are of the 100,000 most popular rows by their Zipf law, misses of the others."""
+    law, scatter = bench.popularity(1.05)
+    slots = num_slots(100_000)
+    module = make_module(WIDE, RowCacheConfig(num_rows=slots, first_refresh=10**9))
+    fill(module, scatter[:slots])
+    runs = {"ours": training_step(module), "dense": bench.embedding_bag_step(WIDE)}
+    cached = float(law[slots - 1])
+    for rate in (0.5, 0.7, 0.8, 0.9, 0.95, 0.99):
+        batches = []
+        for _ in range(3):
+            uniform, is_hit = torch.rand(2, BATCH, dtype=torch.float64)
+            place = torch.where(is_hit < rate, uniform * cached, cached + uniform * (1 - cached))
+            ids = scatter[torch.searchsorted(law, place).clamp_(max=ROWS - 1)]
+            batches.append((ids, torch.arange(BATCH + 1), torch.randn(BATCH, 64) * 0.01))
+        cache_of(module).reset_statistics()
+        times = take_turns(runs, batches)
+        title = f"{100 * hit_rate(module):.0f} % hits: {times['ours']:.2f} ms, nn.EmbeddingBag"
+        limit = 1.0 if rate == 0.9 else None
+        yield f"{title} {times['dense']:.2f} ms", times["ours"] / times["dense"], limit
+
+
+def drift(*, num_steps: int = 600) -> Iterator[Line]:
+    """Rows learn targets that are low-rank but for some noise; the loss is of the last half."""
+    places: dict[str, Callable[[Tensor, int], Tensor]] = {  # of a popularity at a step
+        "cool slowly": lambda rank, step: rank - 10 * step,
+        "come back": lambda rank, step: rank + 50_000 * (step // 100 % 2),
+        "are gone at once": lambda rank, step: rank + 2 * step,
+    }
+    for (title, place), noise in itertools.product(places.items(), (0.3, 1.0)):
+        losses = {
+            kind: drift_loss(kind, place, noise=noise, num_steps=num_steps)
+            for kind in ("none", "drop", "fold")
+        }
+        shown = ", ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
+        line = f"hot rows {title}, noise {noise}: {shown}; fold / drop"
+        yield line, losses["fold"] / losses["drop"], None
+
+
+def drift_loss(
+    kind: str, place: Callable[[Tensor, int], Tensor], *, noise: float, num_steps: int
+) -> float:
+    rows, dim = 100_000, 16
+    generator = torch.Generator().manual_seed(1)
+    low_rank = make_shape(rows, dim, tt_ranks=[4, 4])
+    cores = [torch.empty(size) for size in low_rank.core_shapes]
+    init_cores_(cores, shape=low_rank, generator=generator)
+    targets = dense(cores, shape=low_rank)
+    targets = targets / targets.std() + noise * torch.randn(rows, dim, generator=generator)
+    targets /= targets.std()
+    law = torch.arange(1, rows + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
+    scatter = torch.randperm(rows, generator=generator)
+    config = TTOptimizerConfig(optimizer="adagrad", learning_rate=0.1)
+    cache = RowCacheConfig(
+        num_rows=2000,
+        first_refresh=100,
+        refresh_growth=1,
+        on_evict="drop" if kind == "none" else kind,
+    )
+    shape = make_shape(rows, dim, tt_ranks=[16, 16])
+    module = TTTableBatchedEmbeddingBags(
+        [TTTable(name="t", shape=shape)],
+        optimizer=config,
+        caches=None if kind == "none" else {"t": cache},
+    )
+    init_cores_(module.all_cores(), shape=shape, generator=generator)
+    total = 0.0
+    for step in range(num_steps):
+        uniform = torch.rand(2048, dtype=torch.float64, generator=generator) * law[-1]
+        rank = torch.searchsorted(law, uniform).clamp_(max=rows - 1)
+        ids = scatter[place(rank, step) % rows]
+        error = module(ids, torch.arange(2049)) - targets[ids]
+        (error.square().sum() / 2048).backward()
+        total += float(error.detach().square().mean()) * (2 * step >= num_steps)
+    return total / (num_steps - num_steps // 2)
+
+
+def memory() -> Iterator[Line]:
+    stated = row_cache_bytes(num_slots(10_000), 64, optimizer="sgd")
+    beside = stated.tags + stated.heats + stated.counter
+    title = f"10,000,000 rows, dim 64, 0.1 %: {beside} bytes of tags, heats and counter over"
+    yield f"{title} {stated.rows} of rows", beside / stated.rows, 0.15
+
+
+SECTIONS: dict[str, Callable[..., Iterator[Line]]] = {
+    "hits": hits,
+    "criteo": criteo,
+    "steps": steps,
+    "refresh": refresh,
+    "crossing": crossing,
+    "drift": drift,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--criteo", type=Path, help="a Criteo TSV, plain or .gz")
+    parser.add_argument("--json", help="also write the records to this file")
+    args = parser.parse_args()
+    if unknown := set(args.sections) - set(SECTIONS):
+        parser.error(f"sections must be of {list(SECTIONS)}, got {sorted(unknown)}")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, {cpu_isa()}")
+    records = []
+    for name in args.sections or SECTIONS:
+        if name == "criteo" and args.criteo is None:
+            continue
+        given = [args.criteo] if name == "criteo" else []
+        for title, figure, limit in SECTIONS[name](*given):
+            least = limit is not None and limit < 0
+            holds = limit is None or (figure >= -limit if least else figure <= limit)
+            bound = "" if limit is None else f"{'at least' if least else 'at most'} {abs(limit)}"
+            verdict = "" if holds else " MISSED"
+            print(f"{name:>9} {title:<88} {figure:>6.3f} {bound}{verdict}", flush=True)
+            records.append({"section": name, "title": title, "figure": figure, "holds": holds})
+    if args.json:
+        Path(args.json).write_text(json.dumps(records, indent=2))
+    sys.exit(0 if all(record["holds"] for record in records) else 1)
+
+
+if __name__ == "__main__":
+    main()
