@@ -2,9 +2,11 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from torchrec_tt.model_file import Cluster, ModelFile, Table
 from torchrec_tt.quality import MeasuredQuality
+from torchrec_tt.tt.cores import dense
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tuner import TunedPlan, lookup_shares, quality_of_sweep, table_error, tune
 
@@ -118,3 +120,19 @@ def test_a_sweep_of_the_largest_tables_corrects_the_prior() -> None:
     records = [{"tt_rank": 8, "tt_tables": 2, "logloss": 0.51, "dense_logloss": 0.5}]
     assert quality_of_sweep(records, MODEL).scale(8) == pytest.approx(0.02 / prior)
     assert math.isfinite(prior)
+
+
+def test_trained_weights_take_the_place_of_the_prior() -> None:
+    torch.manual_seed(0)
+    small = dataclasses.replace(MODEL.tables[2], tt_ranks=[4, 4])
+    shape = make_shape(1_000, 16, tt_ranks=[4, 4])
+    cores = [torch.randn(size) for size in shape.core_shapes]
+    weight = dense(cores, shape=shape)
+    error = table_error(small, share=0.5, quality=MeasuredQuality(), weight=weight)
+    assert error == pytest.approx(0, abs=1e-3)  # it has these ranks
+    lower = dataclasses.replace(small, tt_ranks=[2, 2])
+    assert table_error(lower, share=0.5, quality=MeasuredQuality(), weight=weight) > 0.1
+    one = dataclasses.replace(MODEL, tables=[MODEL.tables[2]])
+    plans = tune(one, 64_000, tt_ranks=[2, 4], weights={"small": weight})
+    exact = [p for p in plans if p.model.tables[0].tt_ranks == [4, 4]]
+    assert all(plan.error < 1e-3 for plan in exact)

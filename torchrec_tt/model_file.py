@@ -87,16 +87,17 @@ class Table:
                         f"got it for table {self.name!r}"
                     )
             return EmbeddingBagConfig(**common)
-        config = TTEmbeddingBagConfig(
+        cache = None
+        if self.cache_load_factor is not None:
+            cache = RowCacheConfig(load_factor=self.cache_load_factor)
+        return TTEmbeddingBagConfig(
             **common,
             tt_ranks=self.tt_ranks,
             row_factors=self.row_factors,
             col_factors=self.col_factors,
             row_strategy=self.row_strategy,
+            cache=cache,
         )
-        if self.cache_load_factor is not None:
-            config.cache = RowCacheConfig(load_factor=self.cache_load_factor)
-        return config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

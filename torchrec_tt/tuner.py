@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingType
 
@@ -15,7 +16,7 @@ from torchrec_tt.distributed.planner.lookups import tt_shape_of
 from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner
 from torchrec_tt.distributed.planner.stats import PlanReport
 from torchrec_tt.model_file import ModelFile, Table
-from torchrec_tt.quality import MeasuredQuality, measured_quality, prior_error
+from torchrec_tt.quality import MeasuredQuality, measured_quality, prior_error, svd_error
 from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.row_cache import num_slots_of_ratio
@@ -70,6 +71,7 @@ def tune(
     cache_load_factors: Sequence[float] = CACHE_LOAD_FACTORS,
     max_error: float = math.inf,
     quality: MeasuredQuality | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> list[TunedPlan]:
     """Returns the Pareto frontier of memory, time and error under a budget, fastest first.
 
@@ -89,6 +91,8 @@ def tune(
         cache_load_factors: to choose from; 0 is no cache.
         max_error: plans with more are left out.
         quality: measurements that correct the prior.
+        weights: trained rows `[num_embeddings, D]` by table: there the error is TT-SVD's
+            (`svd_error`) in place of the prior.
 
     Raises:
         ValueError: if `budget_bytes` is not positive, or nothing fits: the message has the least
@@ -101,6 +105,7 @@ def tune(
         model,
         list(_variants(model.tables, tt_ranks, row_strategies, cache_load_factors)),
         quality or MeasuredQuality(),
+        weights or {},
     )
     total = budget_bytes * model.cluster.world_size
     combined = [
@@ -152,13 +157,16 @@ def quality_of_sweep(records: Sequence[Mapping[str, Any]], model: ModelFile) -> 
     return measured_quality(records, prior=prior)
 
 
-def table_error(table: Table, *, share: float, quality: MeasuredQuality) -> float:
+def table_error(
+    table: Table, *, share: float, quality: MeasuredQuality, weight: Tensor | None = None
+) -> float:
     """Returns a table's part in the error of the model.
 
     Args:
         table: as it is kept.
         share: of all lookups.
         quality: measurements that correct the prior.
+        weight: its trained rows, whose TT-SVD is looked at then.
     """
     shape, hit_ratio = _shape(table), 0.0
     traffic = Traffic(zipf_exponent=table.zipf_exponent)
@@ -167,6 +175,8 @@ def table_error(table: Table, *, share: float, quality: MeasuredQuality) -> floa
     if table.cache_load_factor:
         slots = num_slots_of_ratio(table.cache_load_factor, block_size=table.num_embeddings)
         hit_ratio = traffic.hit_ratio(slots, num_values=table.num_embeddings)
+    if weight is not None:
+        return share * (1.0 - hit_ratio) * svd_error(weight, shape)
     prior = prior_error(
         shape, traffic=traffic, num_embeddings=table.num_embeddings, hit_ratio=hit_ratio
     )
@@ -231,7 +241,10 @@ def _variants(
 
 
 def _choices(
-    model: ModelFile, variants: list[list[Table]], quality: MeasuredQuality
+    model: ModelFile,
+    variants: list[list[Table]],
+    quality: MeasuredQuality,
+    weights: Mapping[str, Tensor],
 ) -> list[list[_Choice]]:
     """Each variant's bytes, milliseconds and error, by the planner's estimators, table-wise."""
     flat = [
@@ -254,7 +267,9 @@ def _choices(
                 table=variant,
                 num_bytes=_kept_bytes(found[f"{variant.name}/{i}"], planner, everything),
                 ms=found[f"{variant.name}/{i}"].shards[0].perf.total,
-                error=table_error(variant, share=share, quality=quality),
+                error=table_error(
+                    variant, share=share, quality=quality, weight=weights.get(variant.name)
+                ),
             )
             for i, variant in enumerate(table)
         ]
