@@ -1,4 +1,6 @@
-// Every operator's schema. The integers of `tables` are described in tt_shape.h, the plan in cpu/plan.cpp.
+// Every operator's schema. The integers of `tables` are described in tt_shape.h, the plan in
+// cpu/plan.cpp. `precision` is that of CUDA's matrix products (highest, high or medium, as torch's
+// float32 matmul precision); it and `deterministic` change nothing on the CPU.
 #include <stdexcept>
 #include <string>
 
@@ -10,16 +12,19 @@ STABLE_TORCH_LIBRARY(TT_OPERATORS, m) {
       " Tensor[] cache_ids) -> Tensor[]");
   m.def(
       "embedding_bag_forward(Tensor[] plan, Tensor[] cores, Tensor[] cached_rows, Tensor offsets,"
-      " Tensor? per_sample_weights, int[] tables, int[] feature_tables, str pooling) -> Tensor");
+      " Tensor? per_sample_weights, int[] tables, int[] feature_tables, str pooling,"
+      " str precision='highest') -> Tensor");
   m.def(
       "embedding_bag_backward_dense(Tensor grad_output, Tensor[] plan, Tensor[] cores,"
       " Tensor[] cached_rows, Tensor offsets, Tensor? per_sample_weights, int[] tables,"
-      " int[] feature_tables, str pooling, bool weights_grad) -> (Tensor[] grad_cores, Tensor grad_weights)");
+      " int[] feature_tables, str pooling, bool weights_grad, str precision='highest',"
+      " bool deterministic=False) -> (Tensor[] grad_cores, Tensor grad_weights)");
   m.def(
       "embedding_bag_backward_update(Tensor grad_output, Tensor[] plan, Tensor(a!)[] cores,"
       " Tensor(b!)[] states, Tensor[] cached_rows, Tensor offsets, Tensor? per_sample_weights,"
       " int[] tables, int[] feature_tables, str pooling, bool weights_grad, str optimizer,"
-      " float learning_rate, float eps, int[] rounding_seeds) -> Tensor grad_weights");
+      " float learning_rate, float eps, int[] rounding_seeds,"
+      " str precision='highest', bool deterministic=False) -> Tensor grad_weights");
   m.def(
       "step_cached_rows(Tensor grad_output, Tensor[] plan, Tensor[] cache_ids,"
       " Tensor(a!)[] cached_rows, Tensor(b!)[] states, Tensor offsets,"

@@ -283,7 +283,8 @@ Tensor empty_weights_grad(const Call<T>& call, bool weights_grad) {
 
 Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Tensors& cached_rows,
                              const Tensor& offsets, const MaybeTensor& per_sample_weights,
-                             const Ints& tables, const Ints& feature_tables, std::string pooling) {
+                             const Ints& tables, const Ints& feature_tables, std::string pooling,
+                             std::string /*precision*/) {
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
     return forward(Call<T>(plan, cores, cached_rows, offsets, per_sample_weights, tables,
@@ -294,7 +295,8 @@ Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Te
 std::tuple<Tensors, Tensor> embedding_bag_backward_dense(
     const Tensor& grad_output, const Tensors& plan, const Tensors& cores,
     const Tensors& cached_rows, const Tensor& offsets, const MaybeTensor& per_sample_weights,
-    const Ints& tables, const Ints& feature_tables, std::string pooling, bool weights_grad) {
+    const Ints& tables, const Ints& feature_tables, std::string pooling, bool weights_grad,
+    std::string /*precision*/, bool /*deterministic*/) {
   return dispatch(cores, [&](auto zero) {
     using T = decltype(zero);
     const Call<T> call(plan, cores, cached_rows, offsets, per_sample_weights, tables,
@@ -319,7 +321,8 @@ Tensor embedding_bag_backward_update(const Tensor& grad_output, const Tensors& p
                                      const MaybeTensor& per_sample_weights, const Ints& tables,
                                      const Ints& feature_tables, std::string pooling,
                                      bool weights_grad, std::string optimizer,
-                                     double learning_rate, double eps, const Ints& rounding_seeds) {
+                                     double learning_rate, double eps, const Ints& rounding_seeds,
+                                     std::string /*precision*/, bool /*deterministic*/) {
   TT_CHECK(optimizer != "adam",
            "optimizer must leave slices without a gradient alone, got adam: use step_cores");
   OptimizerSettings settings;

@@ -14,16 +14,20 @@ struct Feature {
 
 struct Bags {
   const void* offsets;  // [num_bags + 1]
+  const int64_t* counts;  // of the plan
   int has_long_offsets;
   const Feature* features;  // [F]
   int num_bags, batch_size;
-  int64_t num_columns;
+  int64_t num_columns, num_indices;
   const float* weights;  // [N] or null
   int is_mean, is_pooled;
 
+  // Where a bag begins. Bags are empty where the plan found the offsets wrong, which the host only
+  // hears of later; what others than the plan's say is kept within the indices.
   __device__ int64_t offset(int bag) const {
-    return has_long_offsets ? static_cast<const int64_t*>(offsets)[bag]
-                            : static_cast<const int32_t*>(offsets)[bag];
+    const int64_t at = has_long_offsets ? static_cast<const int64_t*>(offsets)[bag]
+                                        : static_cast<const int32_t*>(offsets)[bag];
+    return counts[3] < 0 ? 0 : max(int64_t{0}, min(at, num_indices));
   }
 };
 
@@ -37,6 +41,8 @@ struct BagsMemory {
       features.push_back({lookup.feature_columns[f], table, lookup.tables[table].dim()});
     }
     bags.offsets = lookup.offsets;
+    bags.counts = lookup.plan.counts;
+    bags.num_indices = lookup.plan.num_indices;
     bags.has_long_offsets = lookup.has_long_offsets;
     bags.features = workspace.take<Feature>(features.size());
     const int64_t num_bags = static_cast<int64_t>(features.size()) * lookup.batch_size;

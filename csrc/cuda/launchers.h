@@ -29,7 +29,7 @@ struct PlanView {
   const int64_t* row_keys;       // [N], the first U valid
   const int32_t* row_starts;     // [N + 1]
   const int32_t* prefix_starts;  // [N + 1]
-  const int64_t* counts;         // [4]: U, U that go through the cores, Q, ids out of range
+  const int64_t* counts;         // [4]: U, U that go through the cores, Q, ids out of range; see plan.h
   int64_t num_indices;           // N
 };
 

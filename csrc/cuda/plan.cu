@@ -193,12 +193,15 @@ __device__ inline void record(const FaultRecord& what, FaultRecord* into) {
 }
 
 // One thread: the number of ids out of range, and the first fault for the host, offsets before ids.
+// With wrong offsets the plan is one of no rows, and says so with a count of -1.
 template <typename Index, typename Offset>
 __global__ void report(Keys k, const Index* indices, const Offset* offsets, const Found* found,
                        int64_t* counts, FaultRecord* faults, FaultRecord* warnings) {
   constexpr auto kNone = static_cast<unsigned long long>(kNowhere);
   counts[3] = static_cast<int64_t>(found->num_bad);
   if (found->bad_offset != kNone) {
+    counts[0] = counts[1] = counts[2] = 0;
+    counts[3] = -1;
     record(offset_fault(k, offsets, static_cast<int64_t>(found->bad_offset)), faults);
     return;
   }

@@ -43,7 +43,7 @@ struct PlanCall {
   int64_t* row_keys = nullptr;       // [N]
   int32_t* row_starts = nullptr;     // [N + 1]
   int32_t* prefix_starts = nullptr;  // [N + 1]
-  int64_t* counts = nullptr;         // [4]
+  int64_t* counts = nullptr;         // [4]; 0, 0, 0, -1 where the offsets are wrong
   FaultRecord* faults = nullptr;     // of the device, as `warnings`: they take the batch's first if
   FaultRecord* warnings = nullptr;   // they hold none; null: not asked for
 };

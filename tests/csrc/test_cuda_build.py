@@ -11,7 +11,13 @@ from tests.csrc.emulation import ROOT
 from torchrec_tt.ops import library
 
 LIBRARY = ROOT / "build/cuda/_C.so"
-OPERATORS = ("plan",)
+OPERATORS = (
+    "plan",
+    "embedding_bag_forward",
+    "embedding_bag_backward_dense",
+    "embedding_bag_backward_update",
+    "step_cores",
+)
 
 
 def run(code: str, *, with_library: pathlib.Path) -> str:

@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import KEYS, sharded, sharder, unsharded
+from torchrec_tt.distributed.bounds_check import _DeviceCheck
 
 KINDS = {"t0": "row_wise", "t1": "table_wise"}
 # f2 is read by t0 of 110 rows, in blocks of 55; f0 by t0 and by the regular r0
@@ -58,6 +59,20 @@ def test_u25_u26_a_bad_id_of_a_row_wise_table_is_named_as_the_user_gave_it(
     expected = [f"indices must be in [0, 110) for table 't0', got {bad_id}" for bad_id in BAD_IDS]
     for messages in two_ranks.run(look_up_one_by_one):
         assert messages == expected
+
+
+def test_u25_on_a_device_bad_ids_read_row_0_and_the_first_is_told_at_the_next_batch() -> None:
+    check = _DeviceCheck([10, None, 5], device=torch.device("cpu"))
+    features = KeyedJaggedTensor(
+        keys=["a", "b", "c"],
+        values=torch.tensor([9, 99, -5, 10, 7, 4, 5, -1]),
+        lengths=torch.tensor([0, 1, 1, 1, 2, 3]),
+    )
+    assert check.take_found() is None
+    assert check.values(features).tolist() == [9, 99, -5, 0, 0, 4, 0, 0]
+    assert check.values(features).tolist() == [9, 99, -5, 0, 0, 4, 0, 0]
+    assert check.take_found() == (2, 10)
+    assert check.take_found() is None
 
 
 def test_u25_warning_warns_once_and_names_the_table(one_rank: Ranks) -> None:

@@ -31,7 +31,8 @@ def plan(
 
     Raises:
         ValueError: if offsets do not start at 0, decrease or do not end at N, an id is outside its
-            table with check_mode "fatal", or cache_ids have another dtype or shape.
+            table with check_mode "fatal", or cache_ids have another dtype or shape. On CUDA the
+            first three are raised by the next operator on the device, see `check_errors`.
     """
     check_tensors(indices=indices, offsets=offsets)
     try:
@@ -77,6 +78,7 @@ def embedding_bag_forward(
         lookup.encoded_tables,
         lookup.feature_tables,
         lookup.pooling,
+        *_cuda_settings(cores[0], lookup)[:1],
     )
 
 
@@ -106,6 +108,7 @@ def embedding_bag_backward_dense(
         lookup.feature_tables,
         lookup.pooling,
         weights_grad,
+        *_cuda_settings(cores[0], lookup),
     )
 
 
@@ -146,6 +149,7 @@ def embedding_bag_backward_update(
         learning_rate,
         eps,
         rounding_seeds,
+        *_cuda_settings(cores[0], lookup),
     )
 
 
@@ -224,6 +228,38 @@ def sum_dtype(core: Tensor) -> torch.dtype:
     return torch.float64 if core.dtype == torch.float64 else torch.float32
 
 
+def check_errors(device: torch.device | int | None = None) -> None:
+    """Waits for a CUDA device and raises what a batch on it did wrong, if nothing raised it yet.
+
+    On CUDA an id out of range with check_mode "fatal", and wrong offsets, are noted on the device
+    and raised by the next operator there, so that no operator waits. This raises them at once,
+    after the last step of a loop, say. Without CUDA it does nothing.
+
+    Args:
+        device: None: the current one.
+
+    Raises:
+        ValueError: for the first such fault; the lookup's table is named by its number.
+    """
+    if not torch.cuda.is_available():
+        return
+    index = torch.cuda.current_device() if device is None else torch.device(device).index
+    operators().check_errors(torch.cuda.current_device() if index is None else index)
+
+
+def cuda_architectures() -> str:
+    """Returns the compute capabilities that the operators were built for, "" without CUDA."""
+    return operators().cuda_architectures()
+
+
+def _cuda_settings(core: Tensor, lookup: Lookup) -> tuple[str, bool] | tuple[()]:
+    """Precision and determinism, where the kernels have a choice."""
+    if not core.is_cuda:
+        return ()
+    precision = lookup.precision or torch.get_float32_matmul_precision()
+    return precision, torch.are_deterministic_algorithms_enabled()
+
+
 def cpu_isa() -> str:
     """Returns the instruction set that the CPU kernels use here: generic, avx2 or avx512."""
     return operators().cpu_isa()
@@ -260,6 +296,7 @@ def _fake_forward(
     tables: list[int],
     feature_tables: list[int],
     pooling: str,
+    precision: str = "highest",
 ) -> Tensor:
     device = cores[0].device
     _check_one_device(device, cores=cores)
@@ -287,6 +324,8 @@ def _fake_backward_dense(
     feature_tables: list[int],
     pooling: str,
     weights_grad: bool,
+    precision: str = "highest",
+    deterministic: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     dtype = sum_dtype(cores[0])
     grad_weights = cores[0].new_empty(plan[0].shape[0] if weights_grad else 0, dtype=dtype)
@@ -310,6 +349,8 @@ def _fake_backward_update(
     learning_rate: float,
     eps: float,
     rounding_seeds: list[int],
+    precision: str = "highest",
+    deterministic: bool = False,
 ) -> Tensor:
     return cores[0].new_empty(plan[0].shape[0] if weights_grad else 0, dtype=sum_dtype(cores[0]))
 

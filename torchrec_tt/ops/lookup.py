@@ -9,10 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from torchrec_tt.ops.library import operators
 from torchrec_tt.tt.shape import TTShape
 
 Pooling = Literal["sum", "mean", "none"]
 CheckMode = Literal["fatal", "warning", "ignore"]
+Precision = Literal["highest", "high", "medium"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,9 @@ class Lookup:
             one embedding_dim.
         check_mode: for ids outside `[0, block_size)`: "fatal" raises, "warning" and "ignore" read
             row 0 (FBGEMM's bounds-check modes).
+        precision: of matrix products with float32 cores on CUDA: "highest" float32, "high" TF32,
+            "medium" bfloat16 factors, summed in float32 always; None: that of
+            `torch.get_float32_matmul_precision()` at the time of a call.
 
     Raises:
         ValueError: if there is no table, a choice is unknown, or tables without pooling differ in
@@ -77,12 +82,14 @@ class Lookup:
         *,
         pooling: Pooling = "sum",
         check_mode: CheckMode = "fatal",
+        precision: Precision | None = None,
     ) -> None:
         if not tables:
             raise ValueError("tables must not be empty, got []")
         for name, value, choices in (
             ("pooling", pooling, get_args(Pooling)),
             ("check_mode", check_mode, get_args(CheckMode)),
+            ("precision", precision, (None, *get_args(Precision))),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}")
@@ -92,6 +99,7 @@ class Lookup:
         self.tables = tuple(tables)
         self.pooling = pooling
         self.check_mode = check_mode
+        self.precision = precision
         self.feature_tables = [
             t for t, table in enumerate(tables) for _ in range(table.num_features)
         ]
@@ -114,8 +122,19 @@ class Lookup:
         *,
         counts: Tensor,  # [4] of the plan
     ) -> None:
-        """Warns, once for the lookup, if a table was asked for rows that it does not have."""
-        if self._has_warned or not counts[3]:
+        """Warns, once for the lookup, if a table was asked for rows that it does not have.
+
+        On CUDA it waits for nothing and says what an earlier batch asked for.
+        """
+        if self._has_warned:
+            return
+        if counts.is_cuda:
+            said = operators().take_warning(counts.device.index)
+            if said:
+                self._has_warned = True
+                warnings.warn(f"{said}: such ids read row 0 (this is said once)", stacklevel=4)
+            return
+        if not counts[3]:
             return
         self._has_warned = True
         batch_size = (offsets.numel() - 1) // len(self.feature_tables)
