@@ -120,7 +120,7 @@ def move_between_all(rank: int, folder: str) -> int:
 def test_dcp_moves_model_and_optimizer_between_all_plans_and_world_sizes(
     two_nodes: Ranks, tmp_path: Path
 ) -> None:
-    loads = two_nodes.run(move_between_all, str(tmp_path))
+    loads = two_nodes.run(move_between_all, str(tmp_path), seconds=200)
     assert loads == [18 * 18, 18 * 14, 18 * 10, 18 * 6]
 
 
