@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.ops.reference import Batch, big_batch, dense_lookup, make_lookup
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
@@ -240,3 +241,32 @@ def test_a_gradient_of_the_step_is_refused_before_anything_is_stepped():
     with pytest.raises(RuntimeError, match="create_graph must be False"):
         module(batch.indices, batch.offsets).sum().backward(create_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(module.all_cores(), before, strict=True))
+
+
+def test_the_cached_rows_and_cores_of_a_frozen_table_stay_while_the_others_train():
+    tables = make_lookup("3 cores", "2 cores", "4 cores").tables
+    config = RowCacheConfig(load_factor=0.5, first_refresh=1, refresh_growth=1.0)
+    module = TTTableBatchedEmbeddingBags(
+        tables,
+        optimizer=TTOptimizerConfig(learning_rate=0.1),
+        caches={"t0": config, "t2": config},
+    )
+    with torch.no_grad():
+        for core in module.all_cores():
+            core.normal_()
+    batch = Batch.draw(module.lookup)
+    for _ in range(3):
+        module(batch.indices, batch.offsets).sum().backward()
+    module.cores["t0"].requires_grad_(False)
+
+    def kept(name: str) -> list[torch.Tensor]:
+        cache = module.row_caches[name]
+        return [x.detach().clone() for x in (cache.ids, cache.rows, *module.cores[name])]
+
+    before = {name: kept(name) for name in ("t0", "t2")}
+    assert all(values[0].max() >= 0 for values in before.values())
+    for _ in range(3):  # batches of other rows, which a refresh would take in
+        ids = batch.indices // 2
+        module(ids, batch.offsets).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before["t0"], kept("t0"), strict=True))
+    assert not torch.equal(before["t2"][1], kept("t2")[1])

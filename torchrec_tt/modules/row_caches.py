@@ -1,7 +1,7 @@
 """RowCaches: what the caches of a call's tables do in a training step."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,13 @@ class PlannedLookup:
     """A lookup in training, from before its plan to the end of its backward.
 
     While it lives no row that it may use is evicted.
+
+    Args:
+        trained: the places of the tables that train; cached rows of frozen ones stay as they are.
     """
+
+    def __init__(self, trained: Sequence[int]) -> None:
+        self.trained = tuple(trained)
 
 
 class RowUse:
@@ -56,7 +62,7 @@ class RowUse:
     def step(self, grad_output: Tensor, plan: list[Tensor], **call: Any) -> None:
         """Steps the rows in training, see `RowCaches.step`, and ends their use."""
         if self._planned is not None:
-            self._caches.step(grad_output, plan, **call)
+            self._caches.step(grad_output, plan, planned=self._planned, **call)
             self._caches.end_step(self._planned)
 
 
@@ -127,14 +133,19 @@ class RowCaches:
         Raises:
             ValueError: if a cache has no optimizer.
         """
-        due = [t for t, cache in enumerate(self._caches) if cache is not None and cache.is_due]
+        by_table = self._by_table(cores)
+        trained = [
+            t
+            for t, own in enumerate(by_table)
+            if self._caches[t] is not None and any(core.requires_grad for core in own)
+        ]
+        due = [t for t in trained if self._cache(t).is_due]
         if due and not self._any_in_flight():
-            self._refresh(due, self._by_table(cores))
-        for cache in self._caches:
-            if cache is not None:
-                cache.check_trainable()
-                cache.num_steps += 1
-        planned = PlannedLookup()
+            self._refresh(due, by_table)
+        for t in trained:
+            self._cache(t).check_trainable()
+            self._cache(t).num_steps += 1
+        planned = PlannedLookup(trained)
         self._in_flight.add(planned)
         return planned
 
@@ -190,6 +201,7 @@ class RowCaches:
         grad_output: Tensor,  # [B, sum over features of D]
         plan: list[Tensor],
         *,
+        planned: PlannedLookup,
         learning_rate: float | None,
         **call: Any,
     ) -> None:
@@ -198,7 +210,7 @@ class RowCaches:
         `call` holds offsets and per_sample_weights.
         """
         ids, rows = self.ids, self.rows
-        for config, own_rate, tables in self._groups():
+        for config, own_rate, tables in self._groups(planned.trained):
             rate = learning_rate if own_rate is None else own_rate
             assert rate is not None
             assert config.eps is not None
@@ -222,14 +234,16 @@ class RowCaches:
             )
         torch.autograd.graph.increment_version([x for x in rows if x.numel()])
 
-    def _groups(self) -> list[tuple[TTOptimizerConfig, float | None, list[int]]]:
+    def _groups(
+        self, trained: Iterable[int]
+    ) -> list[tuple[TTOptimizerConfig, float | None, list[int]]]:
         """Tables whose rows are stepped alike: settings, own learning rate, tables."""
         groups: dict[tuple, list[int]] = {}
-        for t, cache in enumerate(self._caches):
-            if cache is not None:
-                assert cache.optimizer is not None
-                key = (cache.optimizer, cache.learning_rate, cache.rows.dtype)
-                groups.setdefault(key, []).append(t)
+        for t in trained:
+            cache = self._cache(t)
+            assert cache.optimizer is not None
+            key = (cache.optimizer, cache.learning_rate, cache.rows.dtype)
+            groups.setdefault(key, []).append(t)
         return [(config, rate, tables) for (config, rate, _), tables in groups.items()]
 
 
