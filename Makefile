@@ -75,8 +75,12 @@ cuda-check: $(VENV)/.installed
 	$(BIN)/cmake --build build/cuda --parallel 2
 	$(BIN)/python .ci/registers.py report build/cuda
 
-gpu-check: build
-	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest -m gpu
+# What needs a GPU, in one script below 10 minutes: torch and the library built with CUDA are enough,
+# so PYTHON is taken as it is. LIBRARY is what `make cuda-check` built.
+LIBRARY ?= build/cuda/_C.so
+
+gpu-check:
+	FAIL_WITHOUT_CUDA=1 TORCHREC_TT_LIBRARY=$(abspath $(LIBRARY)) $(PYTHON) tests/gpu_check.py --json runs/gpu_check.json
 
 clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

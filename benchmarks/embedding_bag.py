@@ -1,4 +1,4 @@
-"""Times the CPU lookup beside its rivals in one run: forward, and forward + backward + SGD step.
+"""Times the lookup beside its rivals in one run: forward, and forward + backward + SGD step.
 
 Methods: ours (`tt`), a bmm per index in plain PyTorch (what TT-Rec's kernel does, chunked to bound
 its memory), the same once per distinct id (`dedupe`), TensorLy-Torch's layer (`tltorch`, if it is
@@ -6,7 +6,8 @@ installed), nn.EmbeddingBag with a sparse gradient, and FBGEMM's TBE; the last t
 uncompressed table. They take turns on the same batches, caches are flushed before every call, and
 medians are printed, for `tt` with the share of the arithmetic peak of the threads' cores, which is
 measured in the same run. `--json` writes a list of records: method, batch_size, pooling, dim, rank,
-order, threads, isa, forward_ms, train_ms.
+order, device, threads, isa, forward_ms, train_ms. On a GPU (`--device cuda`) the share is of
+`--peak_tflops`, an H200's in float32 unless given.
 
     OMP_NUM_THREADS=1 python benchmarks/embedding_bag.py --json speed.json
 """
@@ -158,18 +159,15 @@ def tbe_step(shape: TTShape) -> Step:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
+    device = torch.get_default_device()
+    location, where = EmbeddingLocation.HOST, ComputeDevice.CPU
+    if device.type == "cuda":
+        location, where = EmbeddingLocation.DEVICE, ComputeDevice.CUDA
     module = SplitTableBatchedEmbeddingBagsCodegen(
-        [
-            (
-                shape.num_embeddings,
-                shape.embedding_dim,
-                EmbeddingLocation.HOST,
-                ComputeDevice.CPU,
-            )
-        ],
+        [(shape.num_embeddings, shape.embedding_dim, location, where)],
         optimizer=EmbOptimType.EXACT_SGD,
         learning_rate=LEARNING_RATE,
-        device=torch.device("cpu"),
+        device=device,
     )
     module.init_embedding_weights_uniform(-0.01, 0.01)
 
@@ -201,6 +199,13 @@ def popularity(exponent: float) -> tuple[Tensor, Tensor]:
 
 
 def make_batch(bags: int, pooling: int, *, order: str, exponent: float, dim: int) -> Batch:
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        batch = _draw(bags, pooling, order=order, exponent=exponent, dim=dim)
+    return tuple(tensor.to(device) for tensor in batch)
+
+
+def _draw(bags: int, pooling: int, *, order: str, exponent: float, dim: int) -> Batch:
     law, scatter = popularity(exponent)
     lengths = torch.full((bags,), 1)
     if pooling > 1:
@@ -221,7 +226,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict]:
     """Returns the median milliseconds of each method in every phase."""
-    flush = torch.ones(12 * 2**20)
+    flush = torch.ones(12 * 2**20 if torch.get_default_device().type == "cpu" else 64 * 2**20)
     times: dict = {name: {phase: [] for phase in phases} for name in steps}
     for turn in range(rounds + 1):  # the first one warms up
         for batch in batches:
@@ -249,6 +254,11 @@ def step_flops(shape: TTShape, indices: Tensor) -> float:
     return flops.forward + flops.backward
 
 
+def _clock_of_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def run(args: argparse.Namespace, *, shape: TTShape, size: str) -> list[dict]:
     """Times every method at one shape and batch; prints a line each and returns the records."""
     bags, pooling = map(int, size.split("x"))
@@ -257,9 +267,12 @@ def run(args: argparse.Namespace, *, shape: TTShape, size: str) -> list[dict]:
         make_batch(bags, pooling, order=args.order, exponent=args.zipf, dim=shape.embedding_dim)
         for _ in range(args.batches)
     ]
-    times = measure(steps, batches, args.rounds)
+    on_cpu = args.device == "cpu"
+    clock = time.perf_counter if on_cpu else _clock_of_gpu
+    times = measure(steps, batches, args.rounds, clock=clock)
     gflop = 1e-9 * statistics.median(step_flops(shape, batch[0]) for batch in batches)
-    peak_ms = 1e3 * gflop / (args.threads * cpu_peak_gflops())
+    peak_gflops = args.threads * cpu_peak_gflops() if on_cpu else 1e3 * args.peak_tflops
+    peak_ms = 1e3 * gflop / peak_gflops
     records = []
     for name, t in times.items():
         ratio = t["train"] / times.get("tt", t)["train"]
@@ -277,6 +290,7 @@ def run(args: argparse.Namespace, *, shape: TTShape, size: str) -> list[dict]:
                 "dim": shape.embedding_dim,
                 "rank": shape.tt_ranks[0],
                 "order": args.order,
+                "device": args.device,
                 "threads": args.threads,
                 "isa": cpu_isa(),
                 "forward_ms": t["forward"],
@@ -303,6 +317,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--zipf", type=float, default=1.05, help="exponent of the popularity")
     parser.add_argument("--methods", default=",".join(STEPS), help="comma separated")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peak_tflops", type=float, default=67, help="of the GPU, for % peak")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--isa", choices=["generic", "avx2", "avx512"], help="of `tt`, for a test")
     parser.add_argument("--batches", type=int, default=4, help="different ones")
@@ -321,12 +337,13 @@ def main() -> None:
     if args.isa:
         os.environ["TORCHREC_TT_ISA"] = args.isa  # read at the first use of an operator
     torch.set_num_threads(args.threads)
+    torch.set_default_device(args.device)
     torch.manual_seed(0)
     row_factors = [int(m) for m in args.row_factors.split(",")]
-    print(
-        f"torch {torch.__version__}, {cpu_isa()}, {args.threads} threads, {platform.machine()}, "
-        f"ids {args.order}"
-    )
+    where = f"{cpu_isa()}, {args.threads} threads, {platform.machine()}"
+    if args.device == "cuda":
+        where = torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {where}, ids {args.order}")
     print(
         f"{'bags':>10} {'dim':>4} {'rank':>4} {'method':>14} {'forward ms':>11} {'train ms':>9}"
         f" {'train / tt':>10} {'% peak':>6}"
