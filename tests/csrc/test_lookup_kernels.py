@@ -105,6 +105,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 DETERMINISTIC = Setting(is_deterministic=True, rows_at_once=17, num_multiprocessors=2)
+LARGER_TURNS = replace(DETERMINISTIC, rows_at_once=150)
 # (what Case.draw takes, how the kernels run): every dtype, pooling, path and precision
 VARIANTS = {
     "sum": ({}, Setting(num_multiprocessors=2)),
@@ -139,7 +140,7 @@ def test_lookups_and_gradients_are_the_cpus_under_every_schedule(kernels, name, 
         case.check(kernels, setting)
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting(shared_bytes=24_000), DETERMINISTIC])
+@pytest.mark.parametrize("setting", [Setting(), Setting(shared_bytes=24_000), LARGER_TURNS])
 def test_tables_of_all_shapes_go_together(kernels, setting):
     case = Case.draw(*SHAPES, is_weighted=True, pooling="mean")
     for schedule in SCHEDULES:
@@ -147,7 +148,7 @@ def test_tables_of_all_shapes_go_together(kernels, setting):
         case.check(kernels, setting)
 
 
-@pytest.mark.parametrize("setting", [Setting(), DETERMINISTIC])
+@pytest.mark.parametrize("setting", [Setting(), LARGER_TURNS])
 def test_a_call_of_many_tables_launches_as_often_as_of_one(kernels, setting):
     counts = []
     for names in (["4 cores"], ["4 cores"] * 20, [*SHAPES, *SHAPES]):
@@ -169,7 +170,7 @@ def bags_of(*indices: int, times: int, lookup: Lookup, batch_size: int = 3) -> B
     return Batch(drawn, offsets, torch.rand(len(drawn), generator=generator))
 
 
-@pytest.mark.parametrize("setting", [Setting(), DETERMINISTIC])
+@pytest.mark.parametrize("setting", [Setting(), LARGER_TURNS])
 @pytest.mark.parametrize("times", [33, 64, 700])
 def test_rows_that_fill_the_batch_are_split(kernels, setting, times):
     lookup = make_lookup("3 cores, aligned")
@@ -180,7 +181,7 @@ def test_rows_that_fill_the_batch_are_split(kernels, setting, times):
         case.check(kernels, setting)
 
 
-@pytest.mark.parametrize("setting", [Setting(), Setting(num_multiprocessors=64), DETERMINISTIC])
+@pytest.mark.parametrize("setting", [Setting(), Setting(num_multiprocessors=64), LARGER_TURNS])
 def test_groups_and_prefixes_longer_than_a_block_takes_at_once(kernels, setting):
     # 6 heads of 4 rows in one group, 60 rows to a prefix; windows of 8 to 32 prefixes
     names = ["3 cores, long last", "3 cores, aligned"]
@@ -195,7 +196,7 @@ def test_groups_and_prefixes_longer_than_a_block_takes_at_once(kernels, setting)
         case.check(kernels, setting)
 
 
-@pytest.mark.parametrize("setting", [Setting(), DETERMINISTIC, Setting(shared_bytes=0)])
+@pytest.mark.parametrize("setting", [Setting(), LARGER_TURNS, Setting(shared_bytes=0)])
 def test_a_batch_without_ids_gives_zeros(kernels, setting):
     batch = Batch(torch.empty(0, dtype=torch.int64), torch.zeros(5).long(), torch.empty(0))
     case = Case.draw("4 cores", batch=batch)
