@@ -130,10 +130,11 @@ def plot(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0, 1 where it failed, 2 for wrong arguments."""
     args = _parser().parse_args(argv)
-    warnings.simplefilter("ignore", FutureWarning)
     logging.disable(logging.WARNING)  # TorchRec's, on every topology and estimator
     try:
-        content, text, status = args.run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            content, text, status = args.run(args)
     except Exception as error:
         if not isinstance(error, _USERS_ERRORS + _planner_errors()):
             raise  # our own mistake

@@ -25,7 +25,7 @@ from torchrec_tt.tt.traffic import Traffic
 
 TT_RANKS = (4, 8, 16, 32, 64, 128)
 ROW_STRATEGIES: tuple[RowStrategy, ...] = ("balanced", "fast")
-CACHE_LOAD_FACTORS = (0.0,)
+CACHE_LOAD_FACTORS = (0.0, 0.0001, 0.001, 0.01)
 _WEIGHTS = (0.0, *(10.0 ** (k / 3) for k in range(-12, 13)))  # of bytes and of error beside time
 _MAX_PLANS = 16
 _STATE = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0}  # elements of optimizer state per element

@@ -28,6 +28,7 @@ from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharde
 from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner, tt_planner
 from torchrec_tt.distributed.sharding_plan import TT_COMPUTE_KERNEL
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.tt.traffic import Traffic
 
 MIB = 1024**2
@@ -304,7 +305,12 @@ def test_tt_tables_are_planned_in_the_time_of_as_many_regular_ones() -> None:
 
 def bytes_on_this_rank(rank: int, optimizer: str) -> dict[str, tuple[int, int]]:
     """By table, what the planner counted on this rank and what is there after sharding."""
-    sharders, model = [sharder(optimizer)], toy()
+    cached = tables()
+    for config in cached:
+        if config.name in ("t0", "t1"):
+            config.cache = RowCacheConfig(load_factor=0.2)
+    sharders = [sharder(optimizer)]
+    model = ToyModel(TTEmbeddingBagCollection(cached, device="meta"))
     kinds = {"t0": "row_wise", "t1": "table_wise", "r0": "table_wise", "r1": "table_wise"}
     one = planner(
         constraints={n: ParameterConstraints(sharding_types=[k]) for n, k in kinds.items()}
@@ -319,10 +325,13 @@ def bytes_on_this_rank(rank: int, optimizer: str) -> dict[str, tuple[int, int]]:
         counted = 0
         if rank in entry.ranks:
             rows = {"r0": 100 * 16 * 4, "r1": 200 * 8 * 4}.get(entry.table, 0)
-            counted = entry.storage.cores + entry.storage.optimizer if entry.is_tt else rows
+            kept = entry.storage
+            counted = kept.cores + kept.optimizer + kept.cache if entry.is_tt else rows
         there = sum(
             p.nbytes for name, p in dmp.named_parameters() if f".{entry.table}." in name
         ) + sum(local_bytes(s) for s in optimizer_states(dmp, entry.table) if entry.is_tt)
+        caches = dmp.module.ebc._row_caches()
+        there += caches[entry.table].num_bytes if entry.table in caches else 0
         found[entry.table] = (counted, there)
     return found
 
