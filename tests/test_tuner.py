@@ -37,7 +37,7 @@ def kept_bytes(plan: TunedPlan) -> int:
 
 @pytest.fixture(scope="module")
 def plans() -> list[TunedPlan]:
-    return tune(MODEL, DENSE_BYTES // 20, tt_ranks=[4, 16, 64])
+    return tune(MODEL, DENSE_BYTES // 20, tt_ranks=[4, 16, 64], cache_load_factors=[0.0])
 
 
 def test_every_plan_fits_the_budget_and_says_its_bytes(plans: list[TunedPlan]) -> None:
@@ -87,6 +87,16 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_fits() -> Non
         tune(MODEL, 100)
     with pytest.raises(ValueError, match="budget_bytes must be positive, got 0"):
         tune(MODEL, 0)
+
+
+def test_caches_are_chosen_and_count_against_the_budget() -> None:
+    found = tune(MODEL, DENSE_BYTES // 20, tt_ranks=[16])
+    cached = [plan for plan in found if plan.model.tables[0].cache_load_factor]
+    assert cached
+    for plan in cached:
+        slots = math.ceil(plan.model.tables[0].cache_load_factor * ROWS["large"] / 8) * 8
+        assert plan.compression < DENSE_BYTES / (kept_bytes(plan) + slots * 16 * 4)
+        assert plan.rank_bytes <= DENSE_BYTES // 20
 
 
 def test_optimizer_state_counts_against_the_budget() -> None:

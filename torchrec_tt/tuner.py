@@ -17,7 +17,6 @@ from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner
 from torchrec_tt.distributed.planner.stats import PlanReport
 from torchrec_tt.model_file import ModelFile, Table
 from torchrec_tt.quality import MeasuredQuality, measured_quality, prior_error, svd_error
-from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.row_cache import num_slots_of_ratio
 from torchrec_tt.tt.shape import TTShape
@@ -40,7 +39,8 @@ class TunedPlan:
         rank_bytes: what tables keep on the fullest rank: rows or cores, optimizer state, caches.
         step_ms: predicted for a step's embeddings.
         error: the tables' errors, weighed by their share of the lookups; see `prior_error`.
-        compression: bytes of all tables uncompressed over those of the parameters.
+        compression: bytes of all tables uncompressed over those of the plan, each table once;
+            optimizer state counts on both sides, caches on the plan's.
         sharding_types: of the plan, by table.
     """
 
@@ -114,11 +114,12 @@ def tune(
         if sum(choice.num_bytes for choice in combination) <= total
         and sum(choice.error for choice in combination) <= max_error
     ]
+    dense_bytes = sum(table[0].num_bytes for table in choices)
     least = sum(min(choice.num_bytes for choice in table) for table in choices)
     plans, last_error = [], None
     for combination in _spread(_pareto(combined, _costs), _MAX_PLANS):
         try:
-            plan = _plan(model, combination, budget_bytes)
+            plan = _plan(model, combination, budget_bytes, dense_bytes=dense_bytes)
         except PlannerError as error:
             last_error = error
             continue
@@ -210,7 +211,7 @@ def _variants(
     row_strategies: Sequence[RowStrategy],
     cache_load_factors: Sequence[float],
 ) -> Iterable[list[Table]]:
-    """The ways to keep each table; TT only where it takes less than half of the rows' bytes."""
+    """The ways to keep each table, uncompressed first; TT where it takes less than half as much."""
     for table in tables:
         num_cores = 3 if table.tt_ranks is None else len(table.tt_ranks) + 1
         plain = dataclasses.replace(
@@ -338,7 +339,11 @@ def _spread(items: list, count: int) -> list:
 
 
 def _plan(
-    model: ModelFile, combination: tuple[_Choice, ...], budget_bytes: int
+    model: ModelFile,
+    combination: tuple[_Choice, ...],
+    budget_bytes: int,
+    *,
+    dense_bytes: float,
 ) -> TunedPlan | None:
     """The planned combination, its tables table-wise if they fit no other way; else None."""
     for types in (None, [ShardingType.TABLE_WISE.value]):
@@ -360,19 +365,10 @@ def _plan(
                 rank_bytes=math.ceil(max(kept)),
                 step_ms=report.step_ms,
                 error=sum(choice.error for choice in combination),
-                compression=_compression(chosen),
+                compression=dense_bytes / sum(choice.num_bytes for choice in combination),
                 sharding_types=_sharding_types(report),
             )
     return None
-
-
-def _compression(model: ModelFile) -> float:
-    dense = sum(4 * t.num_embeddings * t.embedding_dim for t in model.tables)
-    kept = 0
-    for table in model.tables:
-        shape = _shape(table)
-        kept += core_bytes(shape) if shape else 4 * table.num_embeddings * table.embedding_dim
-    return dense / kept
 
 
 def _sharding_types(report: PlanReport) -> dict[str, str]:
