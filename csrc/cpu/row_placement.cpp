@@ -1,6 +1,6 @@
 // Which rows a cache takes in and which leave: the counter's hottest first, each into one of its two sets.
 #include <algorithm>
-#include <numeric>
+#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +15,14 @@ struct Slots {
   int64_t* ids;
   float* heats;
   int64_t num_sets;
+
+  // A row that is not hotter takes no slot.
+  double least_heat(double ratio, double margin) const {
+    if (std::any_of(ids, ids + num_sets * kWays, [](int64_t id) { return id < 0; })) {
+      return -std::numeric_limits<double>::infinity();
+    }
+    return ratio * *std::min_element(heats, heats + num_sets * kWays) + margin;
+  }
 
   // A free slot of the emptier of the row's two sets, or else the coldest slot of the two.
   int64_t best_for(int64_t id) const {
@@ -36,16 +44,21 @@ struct Slots {
   }
 };
 
-// The counter's cells that hold a row, the hottest first; of equal ones the smaller id.
-std::vector<int64_t> by_heat(const int64_t* ids, const float* heats, int64_t num_cells) {
-  std::vector<int64_t> cells;
+struct Candidate {
+  float heat;
+  int64_t id, cell;
+};
+
+// The counter's rows that are hotter than `least`, the hottest first; of equal ones the smaller id.
+std::vector<Candidate> by_heat(const int64_t* ids, const float* heats, int64_t num_cells, double least) {
+  std::vector<Candidate> candidates;
   for (int64_t cell = 0; cell < num_cells; cell++) {
-    if (ids[cell] >= 0) cells.push_back(cell);
+    if (ids[cell] >= 0 && heats[cell] > least) candidates.push_back({heats[cell], ids[cell], cell});
   }
-  std::sort(cells.begin(), cells.end(), [&](int64_t a, int64_t b) {
-    return heats[a] != heats[b] ? heats[a] > heats[b] : ids[a] < ids[b];
+  std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+    return a.heat != b.heat ? a.heat > b.heat : a.id < b.id;
   });
-  return cells;
+  return candidates;
 }
 
 template <typename T>
@@ -80,25 +93,28 @@ std::tuple<Tensor, Tensor, Tensor> place_rows(const Tensor& ids_tensor, const Te
            counter_heats_tensor.numel());
   std::vector<int64_t> taken, evicted_ids;
   std::vector<float> evicted_heats;
-  const int64_t num_cells = slots.num_sets > 0 ? counter_ids_tensor.numel() : 0;
-  for (int64_t cell : by_heat(counter_ids, counter_heats, num_cells)) {
-    const int64_t id = counter_ids[cell];
-    const bool is_cached = find_slot(id, slots.ids, slots.num_sets) >= 0;
-    const int64_t slot = slots.best_for(id);
-    const bool is_free = slots.ids[slot] < 0;
-    if (!is_cached) {
-      if (!is_free && counter_heats[cell] <= ratio * slots.heats[slot] + margin) continue;
+  const auto result = [&] {
+    return std::tuple(as_tensor(taken, ScalarType::Long), as_tensor(evicted_ids, ScalarType::Long),
+                      as_tensor(evicted_heats, ScalarType::Float));
+  };
+  if (slots.num_sets == 0) return result();
+  const double least = slots.least_heat(ratio, margin);
+  for (const auto& [heat, id, cell] :
+       by_heat(counter_ids, counter_heats, counter_ids_tensor.numel(), least)) {
+    if (find_slot(id, slots.ids, slots.num_sets) < 0) {
+      const int64_t slot = slots.best_for(id);
+      const bool is_free = slots.ids[slot] < 0;
+      if (!is_free && heat <= ratio * slots.heats[slot] + margin) continue;
       taken.push_back(slot);
       evicted_ids.push_back(slots.ids[slot]);
       evicted_heats.push_back(is_free ? 0 : slots.heats[slot]);
       slots.ids[slot] = id;
-      slots.heats[slot] = counter_heats[cell];
+      slots.heats[slot] = heat;
     }
     counter_ids[cell] = -1;
     counter_heats[cell] = 0;
   }
-  return {as_tensor(taken, ScalarType::Long), as_tensor(evicted_ids, ScalarType::Long),
-          as_tensor(evicted_heats, ScalarType::Float)};
+  return result();
 }
 
 }  // namespace

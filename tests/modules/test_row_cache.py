@@ -371,3 +371,56 @@ def test_u23_replicas_fold_alike_while_one_has_no_ids():
     assert counts["evictions"] > 0
     assert counts["refreshes"] == idle["refreshes"] == 11
     assert 0 < counts["fold_residual"] < 1
+
+
+@pytest.mark.slow
+def test_a_filled_cache_is_exported_and_compiled_in_evaluation():
+    bag = TTEmbeddingBag(
+        8000,
+        8,
+        tt_ranks=[4, 4],
+        mode="sum",
+        include_last_offset=True,
+        cache=RowCacheConfig(num_rows=64, first_refresh=1, optimizer=TTOptimizerConfig()),
+    )
+    ids, offsets = torch.arange(8), torch.arange(9)
+    for _ in range(3):
+        train(bag, ids)
+    bag.eval()
+    with torch.no_grad():
+        wanted = bag(ids, offsets)
+        exported = torch.export.export(bag, (ids, offsets)).module()
+        assert torch.equal(exported(ids, offsets), wanted)
+        compiled = torch.compile(bag, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(ids, offsets), wanted)
+    assert bag.row_cache.num_steps == 3
+
+
+class InDistributedDataParallel(nn.Module):
+    def __init__(self, bag: nn.Module) -> None:
+        super().__init__()
+        self.bag = bag
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.bag(ids, offsets)
+
+
+def train_in_ddp(rank: int) -> str:
+    cache = RowCacheConfig(num_rows=8, optimizer=TTOptimizerConfig())
+    bag = TTEmbeddingBag(100, 8, tt_ranks=[4, 4], mode="sum", include_last_offset=True, cache=cache)
+    model = nn.parallel.DistributedDataParallel(InDistributedDataParallel(bag))
+    try:
+        model(torch.arange(3), torch.arange(4))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_data_parallel_training_with_a_cache_is_refused_on_every_rank():
+    ranks = Ranks(2)
+    try:
+        messages = ranks.run(train_in_ddp)
+    finally:
+        ranks.stop()
+    assert all("cannot be trained inside DistributedDataParallel" in text for text in messages)

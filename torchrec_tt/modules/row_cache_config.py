@@ -53,7 +53,7 @@ class RowCacheConfig:
     policy: Policy = "lfu"
     decay: float = 0.5
     first_refresh: int = 50
-    refresh_growth: float = 2.0
+    refresh_growth: float = 3.0
     max_refresh_interval: int = 1000
     on_evict: OnEvict = "fold"
     dtype: torch.dtype | None = None

@@ -119,6 +119,7 @@ class RowCaches:
             self.count(batch_plan)
         return planned, batch_plan
 
+    @torch.compiler.disable
     def start_step(self, cores: Sequence[Tensor]) -> PlannedLookup:
         """Refreshes the caches that are due, and begins a lookup in training.
 
@@ -183,6 +184,7 @@ class RowCaches:
         assert cache is not None
         return cache
 
+    @torch.compiler.disable
     def count(self, plan: list[Tensor]) -> None:
         """Counts a batch that was planned with these caches' ids."""
         count_rows(
