@@ -82,6 +82,21 @@ def test_u53_the_default_cache_works_within_100_steps_without_a_call():
     assert bag.row_cache.statistics_dict()["hits"] > 5000  # of the 10,000 after step 50
 
 
+# U52, as far as one device goes
+def test_u52_200_steps_with_a_cache_look_up_what_those_without_do_bit_for_bit():
+    cached = make_module(first_refresh=1, refresh_growth=1, on_evict="drop")
+    plain = TTTableBatchedEmbeddingBags(
+        [TTTable(name="t", shape=SHAPE)], optimizer=TTOptimizerConfig(learning_rate=0.0)
+    )
+    plain.load_state_dict(cached.state_dict(), strict=False)
+    cached.optimizer.param_groups[0]["lr"] = 0.0
+    for ids in hot_batches(200, drift=20):
+        output = cached(ids, torch.arange(len(ids) + 1))
+        assert torch.equal(output, plain(ids, torch.arange(len(ids) + 1)))
+        output.sum().backward()
+    assert cache_of(cached).statistics_dict()["evictions"] > 1000
+
+
 # U54
 def test_u54_a_cache_fills_beside_a_dense_table_in_one_model():
     dense = nn.EmbeddingBag(100, 8, mode="sum")
