@@ -167,7 +167,9 @@ def test_3_a_refresh_keeps_what_rows_that_stay_have_learned_bit_for_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_3_training_goes_on_after_a_restore_bit_for_bit(optimizer, dtype):
     own = TTOptimizerConfig(optimizer=optimizer, learning_rate=0.02)
-    straight, restored = (make_module(dtype=dtype, optimizer=own) for _ in range(2))
+    straight, restored = (
+        make_module(dtype=dtype, optimizer=own, refresh_growth=2) for _ in range(2)
+    )
     batches = hot_batches(24, drift=20)
     for ids in batches[:11]:
         train(straight, ids)
