@@ -1,16 +1,79 @@
-"""What torch.distributed.checkpoint leaves open: the newest checkpoint, and FBTT-Embedding's."""
+"""What torch.distributed.checkpoint leaves open: row caches, the newest, FBTT-Embedding's."""
 
 import os
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
 
+from torchrec_tt.distributed.row_cache_checkpoint import (
+    SavedCaches,
+    move_row_caches,
+    moving_tables,
+)
 from torchrec_tt.tt.shape import TTShape
+
+
+def load(
+    state: dict[str, Any],
+    *,
+    model: nn.Module,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, int]:
+    """Does what `torch.distributed.checkpoint.load` does, and moves row caches to other plans.
+
+    A cache is saved under the block of rows that it is for. Where the model has the same caches as
+    the checkpoint, all is loaded as by `dcp.load`. Where a table is cut otherwise, or the capacity
+    differs, or one of the two has no cache, rows go to the blocks that they belong to, with their
+    optimizer state and their heat, the hottest first; those that find no slot are folded into the
+    cores and counted as evicted (with `on_evict="drop"`: dropped). All ranks must call.
+
+    Args:
+        state: what was saved; "model" is `model.state_dict()`. Loaded in place, as by `dcp.load`.
+        model: loaded too; afterwards "model" of `state` is its state dict.
+        checkpoint_id: the checkpoint's folder.
+        storage_reader: instead of `checkpoint_id`.
+        process_group: see `dcp.load`.
+
+    Returns:
+        Rows of this rank's blocks that found no slot, by table; no entry where nothing moved.
+
+    Raises:
+        ValueError: if `state` has no "model", or not one of `checkpoint_id` and `storage_reader`
+            is given.
+        CheckpointException: as `dcp.load`, for what else does not fit.
+
+    Example:
+        >>> state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        >>> checkpoint.load(state, model=model, checkpoint_id="checkpoints/1000")
+        >>> optimizer.load_state_dict(state["optimizer"])
+    """
+    if not isinstance(state.get("model"), Mapping):
+        raise ValueError(f"state must have 'model', the model's state dict, got {list(state)}")
+    if (checkpoint_id is None) == (storage_reader is None):
+        raise ValueError(
+            "exactly one of checkpoint_id and storage_reader must be given, got "
+            f"{checkpoint_id!r} and {storage_reader!r}"
+        )
+    reader = storage_reader or FileSystemReader(cast(str, checkpoint_id))
+    saved = SavedCaches(reader, prefix="model.")
+    tables = moving_tables(state["model"], saved)
+    moved = tuple(f"{table}row_cache." for table in tables)
+    rest = {key: value for key, value in state["model"].items() if not key.startswith(moved)}
+    part = {**state, "model": rest}
+    dcp.load(part, storage_reader=reader, process_group=process_group)
+    model.load_state_dict(part["model"], strict=False)
+    left_over = move_row_caches(model, saved, tables=tables)
+    state.update(part, model=model.state_dict())
+    return left_over
 
 
 def latest(folder: str | os.PathLike[str], *, pg: dist.ProcessGroup | None = None) -> Path | None:

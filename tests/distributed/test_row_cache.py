@@ -156,7 +156,7 @@ def drive(
                 total = now[name].sums[row] + rows.grad[k].square()
                 check_near(table.sums[row], total)
                 check_near(table.rows[row], adagrad(rows[k], rows.grad[k], total))
-    return statistics(model)
+    return collection_of(model).row_cache_statistics()
 
 
 def check_replicas(state: Mapping[str, Tensor]) -> None:
@@ -166,12 +166,6 @@ def check_replicas(state: Mapping[str, Tensor]) -> None:
             parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, value)
             assert all(torch.equal(part, value) for part in parts), key
-
-
-def statistics(model: Any) -> dict[str, dict[str, int | float]]:
-    return {
-        name: cache.statistics_dict() for name, cache in collection_of(model)._row_caches().items()
-    }
 
 
 # U23: rank 1 has no ids at all in the case of one busy rank.

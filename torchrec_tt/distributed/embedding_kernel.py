@@ -56,6 +56,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
         super().__init__()
         self._config = config
         self._pg = pg
+        self.reduce_gradients = reduce_gradients  # None where nothing sums them, or DDP does
         self._emb_module = TTTableBatchedEmbeddingBags(
             [_tt_table(table) for table in config.embedding_tables],
             pooling=_POOLINGS[pooling_type_to_pooling_mode(config.pooling, sharding_type)],
@@ -78,6 +79,11 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
     @property
     def emb_module(self) -> TTTableBatchedEmbeddingBags:
         return self._emb_module
+
+    def replicas_without_reduction(self) -> dist.ProcessGroup | None:
+        """Returns the ranks that have the same cores, where it is DDP that sums gradients."""
+        is_data_parallel = self._config.embedding_tables[0].global_metadata is None
+        return self._pg if is_data_parallel else None
 
     def cores(self, table: str) -> nn.ParameterList:
         """Returns the cores of one of the kernel's tables, `d` of `[m_k, r_k * n_k * r_{k+1}]`."""
@@ -147,7 +153,7 @@ class TTBatchedFusedEmbeddingBag(TTBatchedDenseEmbeddingBag, FusedOptimizerModul
             device=device,
             sharding_type=sharding_type,
             optimizer=core_optimizer_config(config.fused_params),
-            reduce_gradients=_sum_over(replica_pg) if reduces else None,
+            reduce_gradients=sum_over(replica_pg) if reduces else None,
         )
         params = {
             f"{table.name}.tt_cores.{k}": core
@@ -196,7 +202,7 @@ def _mesh_of(config: GroupedEmbeddingConfig) -> DeviceMesh | None:
     return None if metadata is None else metadata.mesh
 
 
-def _sum_over(pg: dist.ProcessGroup | None) -> ReduceGradients:
+def sum_over(pg: dist.ProcessGroup | None) -> ReduceGradients:
     """Returns a function that returns the sums of gradients over `pg`, from one all-reduce.
 
     Waiting for it at the end of backward instead was not faster where two ranks share two cores

@@ -215,7 +215,7 @@ def one_owner_tensor(
             [] if tensor is None else [tensor.detach()],
             [] if tensor is None else [(0,) * len(size)],
         )
-        return DTensor.from_local(
+        whole = DTensor.from_local(
             local,
             device_mesh=mesh,
             placements=[Replicate()] * mesh.ndim,
@@ -223,6 +223,9 @@ def one_owner_tensor(
             shape=size,
             stride=torch.empty(size, device="meta").stride(),
         )
+        if tensor is None:  # TorchRec's empty shard is 2-D, which dcp.load compares with 1-D ones
+            whole._local_tensor._storage_meta.chunks.clear()
+        return whole
     shard = ShardMetadata([0] * len(size), list(size), placement)
     properties = TensorProperties(dtype=dtype)
     metadata = EnumerableShardingSpec([shard]).build_metadata(size, properties)
@@ -241,13 +244,18 @@ def shards_on_this_rank(value: Any) -> list[Tensor] | None:
     return None
 
 
+def whole_size(value: Any) -> torch.Size:
+    """Returns the size of all shards together."""
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+
+
 def owned_part(value: Any, *, key: str, size: Sequence[int], is_owner: bool) -> Tensor | None:
     """Returns what this rank keeps of a tensor with one owner, None where that is another.
 
     Raises:
         ValueError: for another size, on every rank; on the owner, if it is whole elsewhere.
     """
-    got = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    got = whole_size(value)
     if tuple(got) != tuple(size):
         raise ValueError(f"{key} must have the size {tuple(size)}, got {tuple(got)}")
     if not is_owner:

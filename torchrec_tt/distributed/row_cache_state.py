@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,7 +129,4 @@ def take_row_caches(
             if part is not None:
                 found[name] = part
         if block.cache is not None and found:
-            # A copy: what is loaded in place shares memory with the cache that it goes into.
-            block.cache.load_state_dict(
-                {name: torch.clone(value) for name, value in found.items()}, strict=False
-            )
+            block.cache.load_state_dict(found, strict=False)

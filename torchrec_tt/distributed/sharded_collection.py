@@ -176,6 +176,15 @@ class ShardedTTCollection(nn.Module):
             kernel.train(mode)
         return self
 
+    def row_cache_statistics(self) -> dict[str, dict[str, int | float]]:
+        """Returns by table what its row cache on this rank counted: `RowCache.statistics_dict`."""
+        return {table: cache.statistics_dict() for table, cache in self._row_caches().items()}
+
+    def reset_row_cache_statistics(self) -> None:
+        """Sets what the row caches on this rank counted back to zero."""
+        for cache in self._row_caches().values():
+            cache.reset_statistics()
+
     def _sharding_infos(self) -> list[EmbeddingShardingInfo]:
         by_type = getattr(self, "sharding_type_to_sharding_infos", {})  # of pooled tables alone
         return [info for infos in by_type.values() for info in infos]

@@ -1,7 +1,7 @@
 """RowCache: a table's hottest rows, uncompressed, with what trains, counts and renews them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,9 +259,12 @@ class RowCache(nn.Module):
         self._write_schedule()
         super()._save_to_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._write_schedule()
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if f"{prefix}schedule" not in state_dict:  # what is loaded may be the buffer itself
+            self._write_schedule()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not self.schedule.is_meta:
             self.num_steps, self.last_refresh, self.interval = self.schedule.tolist()
 
