@@ -10,6 +10,7 @@ import pytest
 from tests.csrc.emulation import ROOT
 from torchrec_tt.ops import library
 
+IMPORTS = "import torch, torchrec_tt.ops.embedding_bag, torchrec_tt.ops.step_cores"
 LIBRARY = ROOT / "build/cuda/_C.so"
 OPERATORS = (
     "plan",
@@ -22,7 +23,11 @@ OPERATORS = (
 
 def run(code: str, *, with_library: pathlib.Path) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", f"import torch\nimport torchrec_tt.ops.embedding_bag\n{code}"],
+        [
+            sys.executable,
+            "-c",
+            f"{IMPORTS}\n{code}",
+        ],
         env=os.environ | {"TORCHREC_TT_LIBRARY": str(with_library)},
         cwd=ROOT,
         capture_output=True,
