@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_tt import (
+    RowCacheConfig,
     TTEmbeddingBagCollection,
     TTEmbeddingBagCollectionSharder,
     TTEmbeddingBagConfig,
@@ -51,8 +52,9 @@ def table_configs(
     embedding_dim: int,
     tt_columns: Sequence[int] = (),
     tt_ranks: Sequence[int] = (),
+    cache: RowCacheConfig | None = None,
 ) -> list[EmbeddingBagConfig]:
-    """Returns a table per categorical column, those of `tt_columns` in TT form."""
+    """Returns a table per categorical column, those of `tt_columns` in TT form with a `cache`."""
     configs = []
     for column, (feature, rows) in enumerate(zip(DEFAULT_CAT_NAMES, num_embeddings, strict=True)):
         kwargs = {
@@ -62,7 +64,7 @@ def table_configs(
             "feature_names": [feature],
         }
         if column in tt_columns:
-            configs.append(TTEmbeddingBagConfig(**kwargs, tt_ranks=list(tt_ranks)))
+            configs.append(TTEmbeddingBagConfig(**kwargs, tt_ranks=list(tt_ranks), cache=cache))
         else:
             configs.append(EmbeddingBagConfig(**kwargs))
     return configs
@@ -178,12 +180,13 @@ def _constraints(configs: Sequence[EmbeddingBagConfig]) -> dict[str, ParameterCo
     """Gives the TT tables all three of their sharding types, the cheapest on CPUs the most.
 
     TABLE_WISE has no sum of core gradients; the largest table is ROW_WISE, which spreads its rows
-    over all ranks, and the smallest of three or more DATA_PARALLEL, which exchanges no ids.
+    over all ranks, and the smallest of three or more DATA_PARALLEL, which exchanges no ids, unless
+    it has a row cache.
     """
     tables = [config for config in configs if isinstance(config, TTEmbeddingBagConfig)]
     tables.sort(key=lambda config: -config.num_embeddings)
     types = {table.name: ShardingType.TABLE_WISE.value for table in tables}
-    if len(tables) > 2:
+    if len(tables) > 2 and tables[-1].cache is None:
         types[tables[-1].name] = ShardingType.DATA_PARALLEL.value
     if tables:
         types[tables[0].name] = ShardingType.ROW_WISE.value

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import dense_bytes, table_bytes
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_tt import TTEmbeddingBagConfig
+from torchrec_tt import ShardedTTEmbeddingBagCollection, TTEmbeddingBagConfig
 
+_CACHE_SUMS = ("hits", "misses", "fills", "evictions", "bytes")
 _Z_95 = 1.959964  # 97.5 % quantile of the normal distribution
 
 
@@ -104,6 +105,26 @@ def embedding_report(
             for config in configs
         ],
     }
+
+
+def row_cache_report(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Returns what each table's row caches counted, over all ranks; a collective."""
+    own = {
+        table: counts
+        for module in model.modules()
+        if isinstance(module, ShardedTTEmbeddingBagCollection)
+        for table, counts in module.row_cache_statistics().items()
+    }
+    ranks: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    report = {}
+    for table in sorted({table for rank in ranks for table in rank}):
+        total = {
+            name: sum(rank[table][name] for rank in ranks if table in rank) for name in _CACHE_SUMS
+        }
+        lookups = total["hits"] + total["misses"]
+        report[table] = {**total, "hit_rate": total["hits"] / lookups if lookups else 0.0}
+    return report
 
 
 def peak_memory_bytes() -> int:

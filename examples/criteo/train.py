@@ -35,13 +35,15 @@ from model import (
     sharding_types,
     table_configs,
 )
-from report import Quality, embedding_report, measure, peak_memory_bytes
+from report import Quality, embedding_report, measure, peak_memory_bytes, row_cache_report
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from tqdm import tqdm
+
+from torchrec_tt import RowCacheConfig
 
 MADE = "made"
 _PAPER_BATCH_SIZE = 128  # over all ranks
@@ -56,6 +58,7 @@ class Outcome:
     steps: int
     samples_per_second: float
     sharding_types: dict[str, str]
+    row_caches: dict[str, dict[str, float]]
     quality: Quality
 
 
@@ -87,6 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tt_tables", type=int, default=7, help="how many of the largest tables are TT")
     add("--tt_rank", type=_positive, default=32, help="every inner rank of a TT table")
     add("--tt_cores", type=int, choices=(2, 3, 4), default=3, help="cores of a TT table")
+    add("--tt_cache", type=_ratio, help="part of a TT table's rows to cache on each rank; none")
     add("--tables", type=Path, help="a file of torchrec-tt tune in place of --tt_* and the rows")
     add("--freeze_tt", action="store_true", help="leave the TT cores as initialised")
     add("--compare_dense", action="store_true", help="then train the uncompressed model too")
@@ -153,6 +157,7 @@ def prepare(
             embedding_dim=args.embedding_dim,
             tt_columns=tt_columns,
             tt_ranks=[args.tt_rank] * (args.tt_cores - 1),
+            cache=None if args.tt_cache is None else RowCacheConfig(load_factor=args.tt_cache),
         )
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=args.output_dir):  # before hours of training, not after
@@ -193,6 +198,7 @@ def run(
         **embedding_report(configs, outcome.sharding_types),
         "peak_memory_bytes": peak_memory_bytes(),
         "samples_per_second": outcome.samples_per_second,
+        **({"row_caches": outcome.row_caches} if outcome.row_caches else {}),
     }
     if args.compare_dense:
         configs = table_configs(args.num_embeddings_per_feature, embedding_dim=args.embedding_dim)
@@ -231,6 +237,7 @@ def train_and_evaluate(
         steps=steps,
         samples_per_second=args.epochs * file.num_train_rows / seconds,
         sharding_types=sharding_types(model),
+        row_caches=row_cache_report(model),
         quality=evaluate(pipeline, file=file, args=args),
     )
 
@@ -347,6 +354,12 @@ def _summary(metrics: dict[str, Any]) -> str:
             f"uncompressed model {metrics['dense_auroc']:.4f} and {metrics['dense_logloss']:.4f}"
         )
     parts.append(f"embeddings {metrics['compression_ratio']:.1f}x smaller")
+    if "row_caches" in metrics:
+        hits, misses = (
+            sum(table[name] for table in metrics["row_caches"].values())
+            for name in ("hits", "misses")
+        )
+        parts.append(f"{100 * hits / max(1, hits + misses):.1f} % of TT lookups cached")
     parts.append(f"{metrics['samples_per_second']:.0f} samples/s")
     return ", ".join(parts)
 
@@ -364,6 +377,13 @@ def _positive_float(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = _positive_float(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1), got {text}")
     return value
 
 

@@ -1,5 +1,6 @@
 """Row caches of sharded tables: what lookups return and steps do, by a dictionary of rows."""
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,3 +181,127 @@ def test_a_sharded_row_is_what_the_dictionary_says(
     assert len(counted) == 3  # one of the table-wise table, two of the row-wise one
     for what, least in (("evictions", 10), ("hits", 100)):
         assert sum(table[what] for table in counted) > least
+
+
+def train(model: Any, steps: range) -> None:
+    for step in steps:
+        pooled = collection_of(model)(own_part(drifting_batch(step, busy=1))).wait()
+        pooled.values().square().sum().backward()
+
+
+def many_steps(rank: int, types: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What caches counted, and the cores on this rank."""
+    model, _ = sharded(unsharded(caches={"t0": OFTEN, "t1": OFTEN}), types, optimizer="adagrad")
+    train(model, range(60))
+    cores = {k: v for k, v in model.named_parameters() if "tt_cores" in k and v.numel()}
+    return collection_of(model).row_cache_statistics(), cores
+
+
+# U23
+@pytest.mark.slow
+def test_u23_replicas_stay_equal_where_three_of_four_ranks_never_have_ids(two_nodes: Ranks) -> None:
+    results = two_nodes.run(many_steps, {"t0": TWRW, "t1": RW})
+    counted = [table for tables, _ in results for table in tables.values()]
+    assert len(counted) == 2 + 4  # t0 on the ranks of a node
+    assert all(table["refreshes"] == 29 for table in counted)
+    assert sum(table["evictions"] for table in counted) > 100
+    for name in results[0][1] | results[-1][1]:
+        first, *others = [cores[name] for _, cores in results if name in cores]
+        assert others
+        assert all(torch.equal(first, other) for other in others)
+
+
+def refreshes(model: Any) -> list[int]:
+    counted = collection_of(model).row_cache_statistics()
+    return [int(table["refreshes"]) for table in counted.values()]
+
+
+def hold_a_lookup(rank: int) -> None:
+    """A lookup of rank 1 that waits for its backward puts off the refresh on both."""
+    model, _ = sharded(unsharded(caches={"t1": OFTEN}), {"t0": TW, "t1": RW}, optimizer="adagrad")
+    train(model, range(2))
+    held = collection_of(model)(own_part(drifting_batch(2, busy=2))).wait().values()
+    assert refreshes(model) == [1]
+    if rank == 0:
+        del held
+    for step in range(3, 6):
+        collection_of(model)(own_part(drifting_batch(step, busy=2))).wait()
+    assert refreshes(model) == [1]
+    if rank == 1:
+        del held
+    gc.collect()  # TorchRec's lookups are rings of references
+    train(model, range(6, 7))
+    assert refreshes(model) == [2]
+
+
+@pytest.mark.slow
+def test_a_refresh_waits_on_every_rank_for_a_lookup_in_flight_on_one(two_ranks: Ranks) -> None:
+    two_ranks.run(hold_a_lookup)
+
+
+def evaluate_between(rank: int) -> None:
+    """Neither evaluation nor a lookup without gradients counts or changes anything."""
+    model, _ = sharded(
+        unsharded(caches={"t0": OFTEN, "t1": OFTEN}), {"t0": TW, "t1": RW}, optimizer="adagrad"
+    )
+    train(model, range(5))
+    before = full_state(model.state_dict())
+    batch = own_part(drifting_batch(5, busy=2))
+    model.eval()
+    collection_of(model)(batch).wait()
+    model.train()
+    with torch.no_grad():
+        collection_of(model)(batch).wait()
+    for key, value in full_state(model.state_dict()).items():
+        assert torch.equal(value, before[key]), key
+    train(model, range(5, 6))
+    assert any(not v.equal(before[k]) for k, v in full_state(model.state_dict()).items())
+
+
+@pytest.mark.slow
+def test_evaluation_leaves_row_caches_as_they_are(two_ranks: Ranks) -> None:
+    two_ranks.run(evaluate_between)
+
+
+def follow_the_rate(rank: int) -> None:
+    """Rows are stepped at the rate of the cores, whichever it is at the step."""
+    model, optimizer = sharded(
+        unsharded(caches={"t0": OFTEN, "t1": OFTEN}), {"t0": RW, "t1": TW}, optimizer="sgd"
+    )
+    train(model, range(3))
+    before = full_state(model.state_dict())
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.0
+    collection_of(model).load_state_dict(collection_of(model).state_dict())
+    train(model, range(3, 4))  # no refresh is due
+    after = full_state(model.state_dict())
+    for key in (k for k in after if ".rows" in k or "tt_cores" in k):
+        assert torch.equal(after[key], before[key]), key
+    assert optimizer is not None
+
+
+@pytest.mark.slow
+def test_the_learning_rate_of_param_groups_is_that_of_the_rows(two_ranks: Ranks) -> None:
+    two_ranks.run(follow_the_rate)
+
+
+def share_a_table(rank: int) -> dict[str, dict[str, int | float]]:
+    """Both features of t0 ask for the same 4 rows, 6 bags each, on both ranks."""
+    cache = RowCacheConfig(num_rows=8, first_refresh=1)
+    model, _ = sharded(unsharded(caches={"t0": cache}), {"t0": RW, "t1": TW}, optimizer="sgd")
+    bags = BAGS * dist.get_world_size()
+    lengths = [torch.full((bags,), int(key in ("f0", "f2"))) for key in KEYS]
+    same = torch.arange(bags) % 4
+    ids = [same if key in ("f0", "f2") else same[:0] for key in KEYS]
+    for _ in range(3):
+        pooled = collection_of(model)(own_part((lengths, ids))).wait()
+        pooled.values().sum().backward()
+    return collection_of(model).row_cache_statistics()
+
+
+# U35, U55: 2 features x 12 bags a step, of which the first misses.
+@pytest.mark.slow
+def test_u35_features_of_a_sharded_table_count_a_row_once(two_ranks: Ranks) -> None:
+    first, second = (result["t0"] for result in two_ranks.run(share_a_table))
+    assert (first["unique_misses"], first["misses"], first["hits"]) == (4, 24, 48)
+    assert (second["misses"], second["hits"], second["fills"]) == (0, 0, 0)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
 from tests.distributed.ranks import Ranks
@@ -23,10 +24,11 @@ from tests.distributed.test_row_cache import (
     drifting_batch,
     own_part,
 )
-from tests.distributed.toy_model import full_state, sharded, unsharded
+from tests.distributed.toy_model import full_state, plan_for, sharded, sharder, unsharded
 from torchrec_tt import RowCacheConfig
 from torchrec_tt.checkpoint import load
 from torchrec_tt.modules.row_cache import STATISTICS
+from torchrec_tt.optim import TTOptimizerConfig
 from torchrec_tt.tt.cores import dense
 
 pytestmark = pytest.mark.slow
@@ -223,3 +225,46 @@ def test_plain_dcp_under_another_plan_names_the_caches_and_none_are_folded_whole
     for name in ("t0", "t1"):
         left = sum(found[f"ebc.embedding_bags.{name}"] for _, found, _ in results)
         assert left == len(tables[name].rows)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_unsharded_model_gets_the_rows_of_all_ranks(saved: Path) -> None:
+    own = TTOptimizerConfig(optimizer="adagrad")
+    cache = RowCacheConfig(num_rows=104, optimizer=own)
+    model = unsharded(seed=9, caches={"t0": cache, "t1": cache})
+    state = {"model": model.state_dict()}
+    assert load(state, model=model, checkpoint_id=saved / "4") == dict.fromkeys(
+        ["ebc.embedding_bags.t0", "ebc.embedding_bags.t1"], 0
+    )
+    for name, table in tables_in(read(saved, "4")).items():
+        found = model.ebc.embedding_bags[name].to_dense().detach()
+        wanted = table.dense(table.cores, torch.stack([*table.rows.values()]))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_load_is_not_given_is_named(tmp_path: Path) -> None:
+    model = unsharded()
+    with pytest.raises(ValueError, match=r"state must have 'model', .* got \['optimizer'\]"):
+        load({"optimizer": {}}, model=model, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match="exactly one of checkpoint_id and storage_reader"):
+        load({"model": model.state_dict()}, model=model)
+
+
+def shard_a_trained_module(rank: int) -> str:
+    cache = RowCacheConfig(
+        num_rows=8, first_refresh=1, optimizer=TTOptimizerConfig(optimizer="adagrad")
+    )
+    model = unsharded(caches={"t0": cache})
+    if rank == 0:  # the values that count
+        for step in range(2):
+            model(own_part(drifting_batch(step, busy=1))).sum().backward()
+    sharders = [sharder()]
+    plan = plan_for(model, {"t0": RW, "t1": TW}, sharders)
+    with pytest.raises(ValueError, match="row caches must be empty") as error:
+        DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return str(error.value)
+
+
+def test_a_module_with_cached_rows_is_not_sharded_on_any_rank(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(shard_a_trained_module):
+        assert "got rows in those of ['t0']: save it" in message

@@ -38,7 +38,7 @@ from tests.distributed.toy_model import (
     sharded,
     unsharded,
 )
-from torchrec_tt import TTEmbeddingBagCollection
+from torchrec_tt import RowCacheConfig, TTEmbeddingBagCollection
 
 TW = ShardingType.TABLE_WISE.value
 RW = ShardingType.ROW_WISE.value
@@ -103,9 +103,11 @@ def local_batches(rank: int, num: int) -> list[KeyedJaggedTensor]:
     ]
 
 
-def plain_and_piped(types: Mapping[str, str]) -> tuple[Any, Any, Any, Any]:
+def plain_and_piped(
+    types: Mapping[str, str], *, caches: Mapping[str, RowCacheConfig] | None = None
+) -> tuple[Any, Any, Any, Any]:
     """Two models with the same values, each with its optimizer; the second returns its loss."""
-    source = unsharded()
+    source = unsharded(caches=caches)
     with_loss = ToyModelWithLoss(source.ebc)
     with_loss.over = source.over
     return (
@@ -129,10 +131,13 @@ def assert_same_state(model: Any, expected: Any) -> None:
 
 
 def train_with_and_without(
-    rank: int, pipeline_type: Callable[..., Any], types: Mapping[str, str]
+    rank: int,
+    pipeline_type: Callable[..., Any],
+    types: Mapping[str, str],
+    caches: Mapping[str, RowCacheConfig] | None = None,
 ) -> int:
     """Compares 5 steps with and without a pipeline; returns how many modules were pipelined."""
-    plain, plain_optimizer, piped, piped_optimizer = plain_and_piped(types)
+    plain, plain_optimizer, piped, piped_optimizer = plain_and_piped(types, caches=caches)
     with torch._dynamo.config.patch(skip_torchrec=True):  # as it was, for the next test
         pipeline = pipeline_type(piped, piped_optimizer, CPU)
         data = local_batches(rank, 5)
@@ -169,6 +174,26 @@ def test_pipelined_training_equals_unpipelined(
     num_pipelined: int,
 ) -> None:
     assert two_ranks.run(train_with_and_without, pipeline_type, types) == [num_pipelined] * 2
+
+
+# U52: what is prefetched meanwhile is another batch's.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pipeline_type",
+    [
+        TrainPipelineSparseDist,
+        pytest.param(PrefetchOnCpu, marks=needs_torchrec_1_7),
+        FusedOnCpu,
+        compiling_pipeline,
+    ],
+)
+def test_u52_pipelined_training_with_row_caches_equals_unpipelined(
+    two_ranks: Ranks, pipeline_type: Callable[..., Any]
+) -> None:
+    cache = RowCacheConfig(num_rows=16, first_refresh=1, refresh_growth=1)
+    types, caches = {"t0": TW, "t1": RW}, {"t0": cache, "t1": cache}
+    pipelined = two_ranks.run(train_with_and_without, pipeline_type, types, caches)
+    assert pipelined == [int(pipeline_type is not compiling_pipeline)] * 2
 
 
 def evaluate_with_and_without(rank: int) -> None:

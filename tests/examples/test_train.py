@@ -67,6 +67,7 @@ def errors(run):
         (["--learning_rate", "inf"], "must be a positive number, got inf"),
         (["--epochs", "x"], "must be a positive integer, got x"),
         (["--tt_cores", "5"], "invalid choice: 5"),
+        (["--tt_cache", "1.5"], "must be in (0, 1), got 1.5"),
     ],
 )
 def test_flags_that_cannot_be_exit_with_one_line(capsys, flags, message):
@@ -105,6 +106,18 @@ def test_two_ranks_train_both_models_and_measure_them(tmp_path):
     }
     low, high = metrics["auroc_interval"]
     assert low < metrics["auroc"] < high
+
+
+@pytest.mark.slow
+def test_row_caches_of_both_ranks_are_counted_together(tmp_path):
+    flags = ("--tt_cache", "0.1", "--batch_size", "4", "--made_rows", "2100")
+    metrics = trained(*SMALL_FLAGS, *flags, output_dir=tmp_path)
+    caches = metrics["row_caches"]
+    assert set(caches) == {"t_cat_22", "t_cat_23", "t_cat_24", "t_cat_25"}
+    for counts in caches.values():
+        assert counts["hits"] + counts["misses"] == metrics["steps"] * 2 * 4
+        assert counts["hit_rate"] == counts["hits"] / (metrics["steps"] * 2 * 4) > 0
+        assert 0 < counts["fills"] <= counts["bytes"]
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ class ShardedTTCollection(nn.Module):
             if device is None or device.type == "cpu":
                 check_regular_optimizers(module, table_name_to_parameter_sharding, fused_params)
             check_applied_optimizers(module, table_name_to_parameter_sharding, fused_params)
+        _check_no_cached_rows(module, pg=env.process_group)
         plan = with_tt_kernel(module, table_name_to_parameter_sharding)
         super().__init__(module, plan, env, fused_params, device, **kwargs)
         if self._owned_cores is not None and module.device.type != "meta":
@@ -266,6 +267,25 @@ class ShardedTTCollection(nn.Module):
                 dist.broadcast(values, src=dist.get_global_rank(pg, 0), group=pg)
                 if core.numel():
                     core.copy_(values)
+
+
+def _check_no_cached_rows(module: TTCollection, *, pg: dist.ProcessGroup) -> None:
+    """Raises ValueError, on every rank, where rank 0's module has rows that would be lost."""
+    caches = {
+        table: cache
+        for table, own in module.table_modules().items()
+        if (cache := getattr(own, "row_cache", None)) is not None and not cache.ids.is_meta
+    }
+    if not caches:
+        return
+    tables = [[table for table, cache in caches.items() if bool((cache.ids >= 0).any())]]
+    _broadcast_from_rank_0(tables, pg=pg)
+    if tables[0]:
+        raise ValueError(
+            f"row caches must be empty in a module that is sharded, got rows in those of "
+            f"{tables[0]}: save it with torch.distributed.checkpoint and load it sharded with "
+            "torchrec_tt.checkpoint.load"
+        )
 
 
 def refuse_resharding(module: ShardedTTCollection) -> NoReturn:

@@ -128,7 +128,7 @@ def take_over(cache: RowCache, saved: SavedRows, *, is_first: bool) -> SavedRows
 def fold_of(left: SavedRows, table: TTTable, cores: Sequence[Tensor], *, is_lfu: bool) -> RowFold:
     """Returns what moves the cores towards rows that found no slot, all of them."""
     kept = left.counted_heats.topk(min(_KEPT_PER_FOLDED * len(left.ids), len(left.counted_ids)))
-    weights = [heats.clamp(min=1.0) for heats in (left.heats, kept.values)]
+    weights = [heats.clamp(min=1.0) for heats in (left.heats, kept.values)]  # folds the cold too
     if not is_lfu:
         weights = [torch.ones_like(heats) for heats in weights]
     device = cores[0].device
