@@ -7,18 +7,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import Tensor
 from torch.nn.functional import embedding_bag
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.toy_model import EPS, KEYS, LR, NUM_IDS, full_state, kjt, sharded, unsharded
-from torchrec_tt import RowCacheConfig
+from tests.distributed.toy_model import (
+    EPS,
+    KEYS,
+    LR,
+    NUM_IDS,
+    full_state,
+    kjt,
+    on_meta,
+    sharded,
+    sharder,
+    unsharded,
+)
+from torchrec_tt import RowCacheConfig, TTEmbeddingBagCollectionSharder
+from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.distributed.sharded_collection import ShardedTTCollection
 from torchrec_tt.tt.cores import dense
 
-TW, RW, TWRW = (
+DP, TW, RW, TWRW = (
+    ShardingType.DATA_PARALLEL.value,
     ShardingType.TABLE_WISE.value,
     ShardingType.ROW_WISE.value,
     ShardingType.TABLE_ROW_WISE.value,
@@ -305,3 +322,61 @@ def test_u35_features_of_a_sharded_table_count_a_row_once(two_ranks: Ranks) -> N
     first, second = (result["t0"] for result in two_ranks.run(share_a_table))
     assert (first["unique_misses"], first["misses"], first["hits"]) == (4, 24, 48)
     assert (second["misses"], second["hits"], second["fills"]) == (0, 0, 0)
+
+
+def plan_from_constraints(rank: int) -> dict[str, tuple[int, str]]:
+    """Slots and policy of the caches that `cache_params` of constraints give this rank."""
+    sharders = [sharder("sgd")]
+    model = on_meta(unsharded(caches={"t1": OFTEN}))
+    params = CacheParams(load_factor=0.2, algorithm=CacheAlgorithm.LRU)
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=[RW], cache_params=params),
+        "t1": ParameterConstraints(sharding_types=[RW]),
+    }
+    topology = Topology(world_size=2, compute_device="cpu")
+    planner = tt_planner(topology, batch_size=BAGS, constraints=constraints)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded_model = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
+    train(sharded_model, range(3))
+    caches = collection_of(sharded_model)._row_caches()
+    return {name: (cache.num_slots, cache.config.policy) for name, cache in caches.items()}
+
+
+# U11
+@pytest.mark.slow
+def test_u11_cache_params_of_a_constraint_reach_the_kernel(two_ranks: Ranks) -> None:
+    # 0.2 of 55 rows are 11, in whole sets 16.
+    expected = {"t0": (16, "lru"), "t1": (16, "lfu")}
+    assert two_ranks.run(plan_from_constraints) == [expected] * 2
+
+
+def train_at_the_defaults(rank: int) -> tuple[int, list[tuple[float, int]]]:
+    """Hits of the default cache, and what its optimizer is told."""
+    cache = RowCacheConfig(num_rows=16)
+    model, _ = sharded(
+        unsharded(caches={"t0": cache, "t1": cache}),
+        {"t0": TW, "t1": RW, "r0": DP, "r1": DP},  # FBGEMM has no Adam on the CPU
+        tt_sharder=TTEmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
+        ),
+        load=False,
+    )
+    train(model, range(100))
+    hits = sum(table["hits"] for table in collection_of(model).row_cache_statistics().values())
+    told = []
+    for kernel in collection_of(model)._tt_kernels():
+        kernel.fused_optimizer.update_hyper_parameters({"weight_decay": 0.5})
+        kernel.fused_optimizer.set_optimizer_step(7)
+    for own in collection_of(model)._row_caches().values():
+        told.append((own.optimizer.weight_decay, int(own.step)))
+    return int(hits), told
+
+
+# U53, and U54: there are regular tables beside.
+@pytest.mark.slow
+def test_u53_sharded_caches_work_by_themselves_and_follow_the_optimizer(two_ranks: Ranks) -> None:
+    for hits, told in two_ranks.run(train_at_the_defaults):
+        assert hits > 0
+        assert set(told) == {(0.5, 7)}
