@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import CacheParams, ShardingType
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.ranks import Ranks
@@ -29,7 +30,12 @@ from tests.distributed.toy_model import (
     sharder,
     unsharded,
 )
-from torchrec_tt import RowCacheConfig, TTEmbeddingBagCollectionSharder
+from torchrec_tt import (
+    RowCacheConfig,
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingBagConfig,
+)
 from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.distributed.sharded_collection import ShardedTTCollection
 from torchrec_tt.tt.cores import dense
@@ -380,3 +386,45 @@ def test_u53_sharded_caches_work_by_themselves_and_follow_the_optimizer(two_rank
     for hits, told in two_ranks.run(train_at_the_defaults):
         assert hits > 0
         assert set(told) == {(0.5, 7)}
+
+
+def train_a_tiny_table(rank: int) -> tuple[int, int]:
+    """5 rows over 4 ranks in blocks of 2, 2, 1 and 0: slots and refreshes on this rank."""
+    table = TTEmbeddingBagConfig(
+        name="t",
+        num_embeddings=5,
+        embedding_dim=4,
+        feature_names=["f"],
+        tt_ranks=[2],
+        cache=RowCacheConfig(load_factor=0.9, first_refresh=1, refresh_growth=1),
+    )
+    model = DistributedModelParallel(
+        TTEmbeddingBagCollection([table], device="meta"),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"": row_wise_plan(table)}),
+        sharders=[TTEmbeddingBagCollectionSharder()],
+    )
+    features = KeyedJaggedTensor(["f"], torch.arange(5), lengths=torch.ones(5, dtype=torch.long))
+    for _ in range(4):
+        model(features).values().square().sum().backward()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    (cache,) = [kernel.row_cache("t") for kernel in collection_of(model)._tt_kernels()]
+    return cache.num_slots, cache.statistics_dict()["refreshes"]
+
+
+def row_wise_plan(table: TTEmbeddingBagConfig) -> Any:
+    collection = TTEmbeddingBagCollection([table], device="meta")
+    return construct_module_sharding_plan(
+        collection,
+        {table.name: row_wise()},
+        sharder=TTEmbeddingBagCollectionSharder(),
+        local_size=2,
+        world_size=4,
+        device_type="cpu",
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_without_rows_has_a_cache_of_no_slots(two_nodes: Ranks) -> None:
+    assert two_nodes.run(train_a_tiny_table) == [(8, 3), (8, 3), (8, 3), (0, 3)]

@@ -36,10 +36,11 @@ def row_cache_config(
             f"for table {config.name!r}: only pooled tables have row caches"
         )
     for name in _UNSUPPORTED:
-        if getattr(cache_params, name):
+        value = getattr(cache_params, name, None)  # not every TorchRec has all of them
+        if value:
             raise ValueError(
-                f"cache_params.{name} must be unset for a Tensor-Train table, "
-                f"got {getattr(cache_params, name)} for table {config.name!r}"
+                f"cache_params.{name} must be unset for a Tensor-Train table, got {value} for "
+                f"table {config.name!r}"
             )
     given = _given(cache_params, table=config.name)
     if cache is None and "load_factor" not in given:

@@ -60,7 +60,8 @@ class ShardedTTCollection(nn.Module):
     the state dict, under `<tables_name>.<table>.tt_cores.<k>` as unsharded, cores that every rank
     has are plain tensors, others ShardedTensors of one shard, or DTensors of one where
     `ShardingEnv.output_dtensor` asks for them. Each rank of a node has its replica as that shard,
-    so that `dcp.save` writes one of them and `dcp.load` fills all.
+    so that `dcp.save` writes one of them and `dcp.load` fills all. What a row cache holds is there
+    too, each tensor with one owner, under the block of rows that the cache is for.
 
     `tables_name` is that of the unsharded collection, `configs_name` the attribute in which
     TorchRec keeps the tables' configurations.
