@@ -179,7 +179,7 @@ def test_tune_writes_a_model_file_that_can_be_planned(capsys, model_file, tmp_pa
 
 
 def test_a_budget_is_a_number_of_bytes(capsys, model_file):
-    for budget in ("much", "0", "3XB"):
+    for budget in ("much", "0", "3XB", "inf", "nan"):
         with pytest.raises(SystemExit) as error:
             cli.main(["tune", model_file, "--budget", budget])
         assert error.value.code == 2

@@ -215,11 +215,12 @@ def _bytes(text: str) -> int:
     unit = text[len(digits) :].lower()
     try:
         value = float(digits) * _UNITS[unit]
-    except (KeyError, ValueError):
+        value = int(value)
+    except (KeyError, OverflowError, ValueError):  # inf and nan are no integers
         raise argparse.ArgumentTypeError(f"must be like 20MB or 1.5GiB, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
-    return int(value)
+    return value
 
 
 def _list(kind: type) -> Callable[[str], list]:

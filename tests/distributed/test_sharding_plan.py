@@ -109,6 +109,8 @@ def with_cache(cache: RowCacheConfig | None) -> TTEmbeddingBagCollection:
     ("params", "message"),
     [
         (CacheParams(load_factor=0.0), r"load_factor must be in \(0, 1\), got 0.0 for table 't0'"),
+        (CacheParams(load_factor="x"), r"load_factor must be in \(0, 1\), got 'x' for table 't0'"),
+        (CacheParams(algorithm="lfu"), r"algorithm must be one of .*, got 'lfu' for table 't0'"),
         (CacheParams(load_factor=1.5), r"load_factor must be in \(0, 1\), got 1.5 for table 't0'"),
         (CacheParams(algorithm=CacheAlgorithm.LRU), "load_factor must be given .* table 't0'"),
         (CacheParams(load_factor=0.2, precision=DataType.INT8), "precision must be one of"),

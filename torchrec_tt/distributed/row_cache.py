@@ -1,6 +1,7 @@
 """Which row cache a sharded table has: what its configuration and its plan say together."""
 
 import dataclasses
+import numbers
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
@@ -56,12 +57,18 @@ def _given(cache_params: CacheParams, *, table: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     load_factor = cache_params.load_factor
     if load_factor is not None:
-        if not 0 < load_factor < 1:
+        if not isinstance(load_factor, numbers.Real) or not 0 < float(load_factor) < 1:
             raise ValueError(
-                f"cache_params.load_factor must be in (0, 1), got {load_factor} for table {table!r}"
+                f"cache_params.load_factor must be in (0, 1), got {load_factor!r} for table "
+                f"{table!r}"
             )
         given |= {"load_factor": load_factor, "num_rows": None}
     if cache_params.algorithm is not None:
+        if cache_params.algorithm not in _POLICIES:
+            raise ValueError(
+                f"cache_params.algorithm must be one of {[str(a) for a in _POLICIES]}, "
+                f"got {cache_params.algorithm!r} for table {table!r}"
+            )
         given["policy"] = _POLICIES[cache_params.algorithm]
     if cache_params.precision is not None:
         if cache_params.precision not in _PRECISIONS:
