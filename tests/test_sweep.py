@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_tt.sweep import SweepFile, run_sweep
+from torchrec_tt.sweep import SweepFile, _command, run_sweep
 
 SCRIPT = """
 import argparse, json, os, pathlib
@@ -60,6 +60,15 @@ def test_every_combination_of_the_lists_is_a_run() -> None:
     settings = list(spec.settings())
     assert len(settings) == 12
     assert settings[-1] == {"tt_rank": 3, "tt_tables": 5, "cache_load_factor": 0.0, "seed": 2}
+
+
+def test_a_cache_is_the_examples_argument() -> None:
+    one = {"tt_ranks": [2], "tt_tables": [1], "seeds": [0]}
+    sweep = SweepFile(output_dir="", cache_load_factors=[0.0, 0.01], **one)
+    without, with_cache = [_command(sweep, s, Path("run")) for s in sweep.settings()]
+    assert "--tt_cache" not in without
+    assert with_cache[with_cache.index("--tt_cache") + 1] == "0.01"
+    assert "--cache_load_factor" not in with_cache
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:

@@ -117,6 +117,8 @@ def _command(sweep: SweepFile, settings: dict[str, Any], own: Path) -> list[str]
     command += ["--nproc_per_node", str(sweep.processes), sweep.script]
     command += ["--data", sweep.data, "--output_dir", str(own)]
     for name, value in settings.items():
-        if name != "cache_load_factor" or value:
+        if name != "cache_load_factor":
             command += [f"--{name}", str(value)]
+        elif value:
+            command += ["--tt_cache", str(value)]
     return [*command, *(["--compare_dense"] if sweep.compare_dense else []), *sweep.arguments]
