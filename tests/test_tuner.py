@@ -89,6 +89,12 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_fits() -> Non
         tune(MODEL, 0)
 
 
+@pytest.mark.parametrize("load_factor", [float("nan"), 1.0, -0.1])
+def test_a_load_factor_that_no_cache_can_have_is_refused(load_factor: float) -> None:
+    with pytest.raises(ValueError, match=r"cache_load_factors must be in \[0, 1\), got \[0"):
+        tune(MODEL, DENSE_BYTES // 20, cache_load_factors=[0, load_factor])
+
+
 def test_caches_are_chosen_and_count_against_the_budget() -> None:
     found = tune(MODEL, DENSE_BYTES // 20, tt_ranks=[16])
     cached = [plan for plan in found if plan.model.tables[0].cache_load_factor]

@@ -95,12 +95,14 @@ def tune(
             (`svd_error`) in place of the prior.
 
     Raises:
-        ValueError: if `budget_bytes` is not positive, or nothing fits: the message has the least
-            that a rank needs.
+        ValueError: if `budget_bytes` is not positive, a load factor is not in [0, 1), or nothing
+            fits: the message has the least that a rank needs.
         PlannerError: if what fits the budget does not fit the cluster's memory.
     """
     if budget_bytes <= 0:
         raise ValueError(f"budget_bytes must be positive, got {budget_bytes}")
+    if not all(0 <= load_factor < 1 for load_factor in cache_load_factors):
+        raise ValueError(f"cache_load_factors must be in [0, 1), got {list(cache_load_factors)}")
     choices = _choices(
         model,
         list(_variants(model.tables, tt_ranks, row_strategies, cache_load_factors)),

@@ -242,6 +242,19 @@ def test_an_unsharded_model_gets_the_rows_of_all_ranks(saved: Path) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def load_another_capacity(rank: int) -> str:
+    types = {"t0": RW, "t1": TW}
+    saved, model = make(9, types)[0], make(9, types, num_rows=24)[0]
+    with pytest.raises(ValueError, match="row_cache") as error:
+        model.load_state_dict(saved.state_dict())
+    return str(error.value)
+
+
+def test_another_capacity_is_named_on_every_rank(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(load_another_capacity):
+        assert "must have the capacity of the row cache, 24 slots, got 16: torchrec_tt" in message
+
+
 def test_what_load_is_not_given_is_named(tmp_path: Path) -> None:
     model = unsharded()
     with pytest.raises(ValueError, match=r"state must have 'model', .* got \['optimizer'\]"):

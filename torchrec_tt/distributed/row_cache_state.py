@@ -14,6 +14,7 @@ from torchrec_tt.distributed.fused_optimizer import (
     core_optimizer_config,
     one_owner_tensor,
     owned_part,
+    whole_size,
 )
 from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.ops.lookup import TTTable
@@ -118,6 +119,7 @@ def take_row_caches(
     """
     for block in blocks:
         found: dict[str, Tensor] = {}
+        _check_capacity(state_dict, key=f"{prefix}{block.prefix}ids", ids=block.sizes["ids"])
         for name, like in block.sizes.items():
             key = f"{prefix}{block.prefix}{name}"
             if key not in state_dict:
@@ -130,3 +132,12 @@ def take_row_caches(
                 found[name] = part
         if block.cache is not None and found:
             block.cache.load_state_dict(found, strict=False)
+
+
+def _check_capacity(state_dict: Mapping[str, Any], *, key: str, ids: Tensor) -> None:
+    saved = state_dict.get(key)
+    if saved is not None and tuple(whole_size(saved)) != tuple(ids.shape):
+        raise ValueError(
+            f"{key} must have the capacity of the row cache, {len(ids)} slots, got "
+            f"{whole_size(saved)[0]}: torchrec_tt.checkpoint.load moves rows to another capacity"
+        )

@@ -1,7 +1,7 @@
 """RowCache: a table's hottest rows, uncompressed, with what trains, counts and renews them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ class RowCache(nn.Module):
         self.table, self.config = table, config
         self.optimizer = own = config.optimizer or optimizer
         self.learning_rate = None if config.optimizer is None else config.optimizer.learning_rate
+        if core_dtype == torch.float64 and config.dtype is not None:
+            raise ValueError(
+                f"cache.dtype must be None for float64 cores, got {config.dtype} for table "
+                f"{table.name!r}"
+            )
         sums = torch.float64 if core_dtype == torch.float64 else torch.float32
         dtype = config.dtype or sums
         slots, dim = config.num_slots(table.block_size), table.shape.embedding_dim
@@ -255,6 +260,21 @@ class RowCache(nn.Module):
         slots = (self.ids >= 0).nonzero()[:, 0]
         return dense.index_copy(0, self.ids[slots], self.rows[slots].to(dense.dtype))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RowCache":
+        """Follows its module to other devices, and to float64 and back; counts are not rounded."""
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            applied = fn(buffer)
+            dtype = buffer.dtype
+            if name in ("rows", *self._state_sizes):
+                narrow = self.config.dtype if name == "rows" else None
+                is_wide = applied.dtype == torch.float64
+                dtype = torch.float64 if is_wide else narrow or torch.float32
+            if applied.dtype != dtype:
+                applied = buffer.to(applied.device, dtype)
+            self._buffers[name] = applied
+        return self
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._write_schedule()
         super()._save_to_state_dict(*args, **kwargs)
@@ -264,6 +284,13 @@ class RowCache(nn.Module):
     ) -> None:
         if f"{prefix}schedule" not in state_dict:  # what is loaded may be the buffer itself
             self._write_schedule()
+        saved = state_dict.get(f"{prefix}ids")
+        if saved is not None and len(saved) != self.num_slots:
+            args[-1].append(
+                f"{prefix}ids must have the capacity of the row cache, {self.num_slots} slots, got "
+                f"{len(saved)}: torchrec_tt.checkpoint.load moves rows to another capacity"
+            )
+            return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not self.schedule.is_meta:
             self.num_steps, self.last_refresh, self.interval = self.schedule.tolist()

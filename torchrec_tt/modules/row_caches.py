@@ -82,6 +82,12 @@ class RowCaches:
         self._lookup, self._caches, self._reduce = lookup, list(caches), reduce
         self._in_flight: weakref.WeakSet[PlannedLookup] = weakref.WeakSet()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name != "_in_flight"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _in_flight=weakref.WeakSet())  # a copy's lookups are its own
+
     @property
     def ids(self) -> list[Tensor]:
         """Tags of every table, [C]; C = 0 where it has no cache."""
