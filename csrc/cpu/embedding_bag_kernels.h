@@ -181,6 +181,34 @@ static void backward_heads(const TableView<T>& t, const BackwardChunk<T>& chunk,
   }
 }
 
+// Adds the batch's head^T grad_p to the gradient of its mid slice; the group's last batch steps it.
+template <typename T>
+static void backward_mid(const TableView<T>& t, const CoreUpdate<T>& update_mid,
+                         const BackwardChunk<T>& chunk, const PrefixBatch<T>& batch, bool is_first,
+                         bool is_last, const ChunkScratch<T>& at) {
+  const int64_t n = t.n_mid * t.ld_rank, mid_at = batch.mid * t.mid_size();
+  const int shared = batch.mid == chunk.shared_first ? 0 : batch.mid == chunk.shared_last ? 1 : -1;
+  T* grad_mid = shared >= 0 ? chunk.shared[shared] : at.grad_mid;
+  const OuterTerm<T> term{at.heads, at.grad_products};
+  const int64_t depth = batch.count * t.n_head;
+  const auto add_to = [&](auto is_start, auto is_step, const OuterTarget<T>& to) {
+    outer_products<T, is_start.value, is_step.value>(&term, 1, t.r_head, 1, n, t.r_head, depth, n,
+                                                     to, n);
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  if (is_last && shared < 0 && t.rank == t.ld_rank && is_plain_sgd(update_mid)) {
+    T* weight = static_cast<T*>(update_mid.weight) + mid_at;
+    const OuterTarget<T> to{weight, grad_mid, -update_mid.learning_rate};
+    return is_first ? add_to(kNo, kYes, to) : add_to(kYes, kYes, to);
+  }
+  const OuterTarget<T> to{grad_mid, grad_mid, T(1)};
+  is_first ? add_to(kNo, kNo, to) : add_to(kYes, kNo, to);
+  if (is_last && shared < 0) {
+    update(update_mid, mid_at, grad_mid, t.r_head * t.n_mid, t.rank, t.ld_rank);
+  }
+}
+
 template <typename T>
 static void backward(const TableView<T>& t, const PlanView& plan, const GradView<T>& grad,
                      const CoreUpdate<T>& mid_update, const BackwardChunk<T>& chunk, T* scratch) {
@@ -205,21 +233,7 @@ static void backward(const TableView<T>& t, const PlanView& plan, const GradView
     }
     backward_heads(t, chunk, batch, mid_transposed, at);
     const bool is_last = batch.ends_group(chunk.prefix_end);
-    if (t.has_mid) {
-      const int64_t mid = batch.mid;
-      const int shared = mid == chunk.shared_first ? 0 : mid == chunk.shared_last ? 1 : -1;
-      T* grad_mid = shared >= 0 ? chunk.shared[shared] : at.grad_mid;
-      const OuterTerm<T> term{at.heads, at.grad_products};
-      const int64_t depth = batch.count * t.n_head;
-      if (is_first) {
-        outer_product<T, false>(&term, 1, t.r_head, 1, n, t.r_head, depth, n, grad_mid, n);
-      } else {
-        outer_product<T, true>(&term, 1, t.r_head, 1, n, t.r_head, depth, n, grad_mid, n);
-      }
-      if (is_last && shared < 0) {
-        update(mid_update, mid * t.mid_size(), grad_mid, t.r_head * t.n_mid, t.rank, t.ld_rank);
-      }
-    }
+    if (t.has_mid) backward_mid(t, mid_update, chunk, batch, is_first, is_last, at);
     is_first = is_last;
   }
 }

@@ -261,14 +261,25 @@ struct OuterTerm {
   const T* b;
 };
 
-template <typename T, int kI, int kV, bool kAdd>
+// What becomes of such a sum: out = sum, start + sum, or out += scale * (sum, or start + sum).
+// `start` is laid out as `out`, and may be it.
+template <typename T>
+struct OuterTarget {
+  T* out;
+  const T* start;  // or null
+  T scale;
+
+  OuterTarget operator+(int64_t n) const { return {out + n, start ? start + n : nullptr, scale}; }
+};
+
+template <typename T, int kI, int kV, bool kStart, bool kStep>
 TT_INLINE void outer_tile(const OuterTerm<T>* terms, int64_t num_terms, int64_t a_at, int64_t b_at,
-                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, T* out,
-                          int64_t ld_out) {
+                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K,
+                          const OuterTarget<T>& to, int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
   Vec<T> sum[kI][kV];
   TT_UNROLL for (int i = 0; i < kI * kV; i++) {
-    sum[i / kV][i % kV] = kAdd ? load(out + i / kV * ld_out + i % kV * W) : Vec<T>{};
+    sum[i / kV][i % kV] = kStart ? load(to.start + i / kV * ld_out + i % kV * W) : Vec<T>{};
   }
   for (int64_t t = 0; t < num_terms; t++) {
     const T* a = terms[t].a + a_at;
@@ -284,37 +295,65 @@ TT_INLINE void outer_tile(const OuterTerm<T>* terms, int64_t num_terms, int64_t 
     }
   }
   TT_UNROLL for (int i = 0; i < kI; i++) {
-    TT_UNROLL for (int v = 0; v < kV; v++) store(out + i * ld_out + v * W, sum[i][v]);
+    TT_UNROLL for (int v = 0; v < kV; v++) {
+      T* out = to.out + i * ld_out + v * W;
+      store(out, kStep ? load(out) + to.scale * sum[i][v] : sum[i][v]);
+    }
   }
 }
 
-template <typename T, int kI, bool kAdd>
+template <typename T, int kI, bool kStart, bool kStep>
 TT_INLINE void outer_rows(const OuterTerm<T>* terms, int64_t num_terms, int64_t a_at,
-                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, int64_t N, T* out,
-                          int64_t ld_out) {
+                          int64_t step_k, int64_t step_i, int64_t ld_b, int64_t K, int64_t N,
+                          const OuterTarget<T>& to, int64_t ld_out) {
   constexpr int64_t W = kWidth<T>;
   constexpr int kV = kI == 4 ? kWideTile : 4;
   const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
   for (; n < wide; n += kV * W) {
-    outer_tile<T, kI, kV, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+    outer_tile<T, kI, kV, kStart, kStep>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, to + n,
+                                         ld_out);
   }
   for (; n + 2 * W <= N; n += 2 * W) {
-    outer_tile<T, kI, 2, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+    outer_tile<T, kI, 2, kStart, kStep>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, to + n,
+                                        ld_out);
   }
   for (; n + W <= N; n += W) {
-    outer_tile<T, kI, 1, kAdd>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, out + n, ld_out);
+    outer_tile<T, kI, 1, kStart, kStep>(terms, num_terms, a_at, n, step_k, step_i, ld_b, K, to + n,
+                                        ld_out);
   }
   for (; n < N; n++) {
     TT_UNROLL for (int i = 0; i < kI; i++) {
-      T sum = kAdd ? out[i * ld_out + n] : T(0);
+      T sum = kStart ? to.start[i * ld_out + n] : T(0);
       for (int64_t t = 0; t < num_terms; t++) {
         for (int64_t k = 0; k < K; k++) {
           sum += terms[t].a[a_at + k * step_k + i * step_i] * terms[t].b[k * ld_b + n];
         }
       }
-      out[i * ld_out + n] = sum;
+      T& out = to.out[i * ld_out + n];
+      out = kStep ? out + to.scale * sum : sum;
     }
+  }
+}
+
+template <typename T, bool kStart, bool kStep>
+TT_INLINE void outer_products(const OuterTerm<T>* terms, int64_t num_terms, int64_t step_k,
+                              int64_t step_i, int64_t ld_b, int64_t I, int64_t K, int64_t N,
+                              const OuterTarget<T>& to, int64_t ld_out) {
+  int64_t i = 0;
+  if (kTallTile > 4 && N == 2 * kWidth<T>) {
+    for (; i + kTallTile <= I; i += kTallTile) {
+      outer_tile<T, kTallTile, 2, kStart, kStep>(terms, num_terms, i * step_i, 0, step_k, step_i,
+                                                 ld_b, K, to + i * ld_out, ld_out);
+    }
+  }
+  for (; i + 4 <= I; i += 4) {
+    outer_rows<T, 4, kStart, kStep>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
+                                    to + i * ld_out, ld_out);
+  }
+  for (; i < I; i++) {
+    outer_rows<T, 1, kStart, kStep>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
+                                    to + i * ld_out, ld_out);
   }
 }
 
@@ -322,21 +361,8 @@ template <typename T, bool kAdd>
 TT_INLINE void outer_product(const OuterTerm<T>* terms, int64_t num_terms, int64_t step_k,
                              int64_t step_i, int64_t ld_b, int64_t I, int64_t K, int64_t N, T* out,
                              int64_t ld_out) {
-  int64_t i = 0;
-  if (kTallTile > 4 && N == 2 * kWidth<T>) {
-    for (; i + kTallTile <= I; i += kTallTile) {
-      outer_tile<T, kTallTile, 2, kAdd>(terms, num_terms, i * step_i, 0, step_k, step_i, ld_b, K,
-                                        out + i * ld_out, ld_out);
-    }
-  }
-  for (; i + 4 <= I; i += 4) {
-    outer_rows<T, 4, kAdd>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
-                           out + i * ld_out, ld_out);
-  }
-  for (; i < I; i++) {
-    outer_rows<T, 1, kAdd>(terms, num_terms, i * step_i, step_k, step_i, ld_b, K, N,
-                           out + i * ld_out, ld_out);
-  }
+  outer_products<T, kAdd, false>(terms, num_terms, step_k, step_i, ld_b, I, K, N,
+                                 {out, kAdd ? out : nullptr, T(1)}, ld_out);
 }
 
 // to[i] (+)= scale * from[i]

@@ -16,6 +16,13 @@ namespace torchrec_tt::TT_ISA {
 
 constexpr int64_t kElementsAtOnce = 256;
 
+// Whether a step is w -= lr g and nothing else, which a sum can do where it is made.
+template <typename T>
+TT_INLINE bool is_plain_sgd(const CoreUpdate<T>& u) {
+  return !u.grad && u.optimizer == Optimizer::kSgd && u.storage == Storage::kNative &&
+         u.weight_decay == 0;
+}
+
 // Steps n elements w; `at` is their place in the core's moments, `scale` rowwise_adagrad's factor.
 template <typename T>
 TT_INLINE void step_elements(const CoreUpdate<T>& u, const T* g, int64_t at, int64_t n, T scale,
@@ -69,6 +76,11 @@ TT_INLINE void for_pieces(const CoreUpdate<T>& u, int64_t offset, const T* grad,
 template <typename T>
 static void update(const CoreUpdate<T>& u, int64_t offset, const T* grad, int64_t rows,
                    int64_t cols, int64_t ld) {
+  if (ld == cols) {
+    cols *= rows;
+    rows = 1;
+    ld = cols;
+  }
   if (u.grad) {
     for (int64_t i = 0; i < rows; i++) {
       std::memcpy(u.grad + offset + i * cols, grad + i * ld, cols * sizeof(T));
