@@ -247,13 +247,14 @@ class RowCache(nn.Module):
         self.statistics.zero_()
         self.fold_squares.zero_()
 
-    def check_trainable(self) -> None:
-        """Raises ValueError where nothing says how to step the rows."""
+    def begin_step(self) -> None:
+        """Counts a training step; raises ValueError where nothing says how to step the rows."""
         if self.optimizer is None:
             raise ValueError(
                 "cache.optimizer must be given to train a table whose cores are not stepped in "
                 f"backward, got None for table {self.table.name!r}"
             )
+        self.__dict__["num_steps"] += 1  # not through Module.__setattr__: 5 us a table and step
 
     def write_into(self, dense: Tensor) -> Tensor:  # [num_embeddings, D], and returned
         """Returns a dense table with the cached rows in their places."""

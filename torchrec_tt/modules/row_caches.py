@@ -1,5 +1,6 @@
 """RowCaches: what the caches of a call's tables do in a training step."""
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -80,6 +81,8 @@ class RowCaches:
         self, lookup: Lookup, caches: Sequence[RowCache | None], *, reduce: Reduce | None = None
     ) -> None:
         self._lookup, self._caches, self._reduce = lookup, list(caches), reduce
+        ends = list(itertools.accumulate(table.shape.num_cores for table in lookup.tables))
+        self._cores_of = [slice(*ends) for ends in itertools.pairwise([0, *ends])]
         self._in_flight: weakref.WeakSet[PlannedLookup] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,8 +106,12 @@ class RowCaches:
         return [tensor._version for tensor in self._all(name)]
 
     def _all(self, name: str) -> list[Tensor]:
-        none = next(c for c in self._caches if c is not None)._buffers[name].new_empty(0)
-        return [none if c is None else c._buffers[name] for c in self._caches]
+        buffers = [None if c is None else c._buffers[name] for c in self._caches]
+        present = [buffer for buffer in buffers if buffer is not None]
+        if len(present) == len(buffers):
+            return present
+        none = present[0].new_empty(0)
+        return [none if buffer is None else buffer for buffer in buffers]
 
     def plan(
         self,
@@ -140,18 +147,17 @@ class RowCaches:
         Raises:
             ValueError: if a cache has no optimizer.
         """
-        by_table = self._by_table(cores)
+        is_trained = [core.requires_grad for core in cores]
         trained = [
             t
-            for t, own in enumerate(by_table)
-            if self._caches[t] is not None and any(core.requires_grad for core in own)
+            for t, cache in enumerate(self._caches)
+            if cache is not None and any(is_trained[self._cores_of[t]])
         ]
         due = [t for t in trained if self._cache(t).is_due]
         if due and not self._any_in_flight():
-            self._refresh(due, by_table)
+            self._refresh(due, [cores[of_table] for of_table in self._cores_of])
         for t in trained:
-            self._cache(t).check_trainable()
-            self._cache(t).num_steps += 1
+            self._cache(t).begin_step()
         planned = PlannedLookup(trained)
         self._in_flight.add(planned)
         return planned
@@ -165,10 +171,6 @@ class RowCaches:
             return is_busy
         device = next(c for c in self._caches if c is not None).ids.device
         return bool(self._reduce([torch.tensor([float(is_busy)], device=device)])[0])
-
-    def _by_table(self, cores: Sequence[Tensor]) -> list[list[Tensor]]:
-        rest = iter(cores)
-        return [[next(rest) for _ in table.shape.row_factors] for table in self._lookup.tables]
 
     @torch.no_grad()
     def _refresh(self, due: Sequence[int], cores: Sequence[Sequence[Tensor]]) -> None:
