@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TTEmbeddingBagCollectionSharder as TTEmbeddingBagCollectionSharder,
     )
     from torchrec_tt.distributed.planner.planners import tt_planner as tt_planner
+    from torchrec_tt.inference import freeze as freeze
     from torchrec_tt.modules.embedding import TTEmbedding as TTEmbedding
     from torchrec_tt.modules.embedding_bag import TTEmbeddingBag as TTEmbeddingBag
     from torchrec_tt.modules.embedding_configs import (
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "ShardedTTEmbeddingBagCollection": "torchrec_tt.distributed.embeddingbag",
     "TTEmbeddingBagCollectionSharder": "torchrec_tt.distributed.embeddingbag",
     "tt_planner": "torchrec_tt.distributed.planner.planners",
+    "freeze": "torchrec_tt.inference",
     "TTEmbedding": "torchrec_tt.modules.embedding",
     "TTEmbeddingBag": "torchrec_tt.modules.embedding_bag",
     "TTEmbeddingBagConfig": "torchrec_tt.modules.embedding_configs",

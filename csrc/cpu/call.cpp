@@ -95,10 +95,11 @@ void take_cores(CallTable<T>& table, const std::vector<Tensor>& cores, size_t fi
     const Tensor& core = cores[first + k];
     TT_CHECK(core.is_cpu() && core.is_contiguous() && is_type(core, cores[0].scalar_type()),
              "cores must be contiguous, on the CPU and of one dtype, core ", first + k, " is not");
-    TT_CHECK(core.dim() == 2 && core.size(0) == table.shape.m[k] &&
-                 core.size(1) == table.shape.slice_size(k),
-             "cores must be [m_k, r_k * n_k * r_{k+1}], core ", first + k, " must be [",
-             table.shape.m[k], ", ", table.shape.slice_size(k), "]");
+    const bool has_scales = table.storage == Storage::kInt8;
+    const int64_t size = table.shape.slice_size(k) + (has_scales ? kScaleBytes : 0);
+    TT_CHECK(core.dim() == 2 && core.size(0) == table.shape.m[k] && core.size(1) == size,
+             "cores must be [m_k, r_k * n_k * r_{k+1}", has_scales ? " + 4" : "", "], core ",
+             first + k, " must be [", table.shape.m[k], ", ", size, "]");
     table.cores.push_back(core.mutable_data_ptr());
   }
 }

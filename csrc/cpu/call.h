@@ -81,6 +81,7 @@ template <typename T>
 Storage storage_of(const Tensor& core) {
   if (sizeof(T) == 4 && is_type(core, ScalarType::BFloat16)) return Storage::kBFloat16;
   if (sizeof(T) == 4 && is_type(core, ScalarType::Half)) return Storage::kFloat16;
+  if (sizeof(T) == 4 && is_type(core, ScalarType::Char)) return Storage::kInt8;
   return Storage::kNative;
 }
 
@@ -177,14 +178,16 @@ struct OutputGradient {
   OutputGradient(const Bags<T>& bags, const Tensor& grad_output, T* grad_weights = nullptr);
 };
 
-// Calls f with a float or a double: the type of the sums for the cores' dtype.
+// Calls f with a float or a double: the type of the sums for the cores' dtype. Only a lookup takes
+// quantised cores.
 template <typename F>
-auto dispatch(const std::vector<Tensor>& cores, const F& f) {
+auto dispatch(const std::vector<Tensor>& cores, const F& f, bool takes_int8 = false) {
   TT_CHECK(!cores.empty(), "cores must not be empty");
   const ScalarType type = cores[0].scalar_type();
   if (type == ScalarType::Double) return f(double{});
+  if (takes_int8 && type == ScalarType::Char) return f(float{});
   TT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-           "cores must be float32, bfloat16, float16 or float64, got ", type);
+           "cores must be float32, bfloat16, float16", takes_int8 ? ", int8" : "", " or float64, got ", type);
   return f(float{});
 }
 

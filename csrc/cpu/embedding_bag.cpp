@@ -289,7 +289,7 @@ Tensor embedding_bag_forward(const Tensors& plan, const Tensors& cores, const Te
     using T = decltype(zero);
     return forward(Call<T>(plan, cores, cached_rows, offsets, per_sample_weights, tables,
                            feature_tables, pooling));
-  });
+  }, /*takes_int8=*/true);
 }
 
 std::tuple<Tensors, Tensor> embedding_bag_backward_dense(

@@ -21,8 +21,8 @@ constexpr int64_t kRowsToTranspose = TT_VECTOR_BYTES == 64 ? 16 : 8;
 template <typename T>
 TT_INLINE void transpose_digit(const TableView<T>& t, int64_t digit, T* out, T* scratch) {
   const int64_t size = t.rank * t.n_last;
-  transpose(elements(t.last, t.storage, digit * size, size, scratch), t.rank, t.n_last, t.n_last,
-            out, t.ld_rank);
+  transpose(slice_elements(t.last, t.storage, digit, size, scratch), t.rank, t.n_last, t.n_last, out,
+            t.ld_rank);
 }
 
 template <typename T>
@@ -250,9 +250,9 @@ struct HeadSlices {
   const T* slice1;  // [r1, n1 * r2]
 
   HeadSlices(const HeadPair<T>& h, int64_t digit, T* scratch)
-      : slice0(elements(h.core0, h.storage, digit / h.m1 * h.size0(), h.size0(), scratch)),
-        slice1(elements(h.core1, h.storage, digit % h.m1 * h.size1(), h.size1(),
-                        scratch + (h.scratch() ? h.size0() : 0))) {}
+      : slice0(slice_elements(h.core0, h.storage, digit / h.m1, h.size0(), scratch)),
+        slice1(slice_elements(h.core1, h.storage, digit % h.m1, h.size1(),
+                              scratch + (h.scratch() ? h.size0() : 0))) {}
 };
 
 template <typename T>

@@ -17,8 +17,10 @@ struct PlanView {
   const int32_t* prefix_starts;  // [Q + 1]
 };
 
-// How the elements of a core are kept: as T, in which all sums are, or in 16 bits.
-enum class Storage { kNative, kBFloat16, kFloat16 };
+// How the elements of a core are kept: as T, in which all sums are, in 16 bits, or in 8 with a float
+// behind every slice, its scale, as FBGEMM keeps quantised rows; these are looked up, not stepped.
+enum class Storage { kNative, kBFloat16, kFloat16, kInt8 };
+constexpr int64_t kScaleBytes = 4;
 
 // One table as head, mid and last (tt_shape.h). P of a prefix is [m_rows, rank], padded to ld_rank.
 template <typename T>

@@ -68,7 +68,7 @@ struct PrefixBatch {
   T* heads;        // [prefixes_at_once, n_head * r_head]
   T* products;     // [prefixes_at_once, product_size]
   T* mid_scratch;  // [padded_mid_size]
-  T* wide_mid;     // [mid_size], for a core of 16 bits
+  T* wide_mid;     // [mid_size], for a core of 16 or 8 bits
   int64_t mid = -1, group_begin = 0, group_end = 0;  // digit and keys of the group
   const T* mid_slice = nullptr;                      // [r_head, n_mid * ld_rank]
   int64_t first = 0, count = 0;                      // prefixes [first, first + count)
@@ -94,7 +94,7 @@ struct PrefixBatch {
     group_begin = mid * size;
     group_end = group_begin + size;
     if (!table.has_mid) return;
-    mid_slice = padded(elements(table.mid, table.storage, mid * mid_size, mid_size, wide_mid),
+    mid_slice = padded(slice_elements(table.mid, table.storage, mid, mid_size, wide_mid),
                        table.r_head * table.n_mid, table.rank, table.ld_rank, mid_scratch);
   }
 
@@ -108,7 +108,7 @@ struct PrefixBatch {
   void take_head(int64_t slot, int64_t place) {
     const int64_t size = table.head_size();
     T* packed = heads + slot * size;
-    const T* slice = elements(table.head, table.head_storage, place * size, size, packed);
+    const T* slice = slice_elements(table.head, table.head_storage, place, size, packed);
     T* out = products + slot * table.product_size();
     if (!table.has_mid) {
       product_of[slot] = padded(slice, table.m_rows, table.rank, table.ld_rank, out);

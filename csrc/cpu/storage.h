@@ -1,4 +1,5 @@
-// Cores of 16 bits: widened to float where they are read, rounded where they are stepped.
+// Cores of 16 and 8 bits: widened to float where they are read; those of 16 rounded where they are
+// stepped.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +46,18 @@ TT_INLINE const T* elements(const void* core, Storage storage, int64_t at, int64
       for (int64_t i = 0; i < n; i++) scratch[i] = from_float16(from[i]);
     }
   }
+  return scratch;
+}
+
+// The `size` elements of a core's slice: in place, or widened into `scratch`.
+template <typename T>
+TT_INLINE const T* slice_elements(const void* core, Storage storage, int64_t slice, int64_t size,
+                                  T* scratch) {
+  if (storage != Storage::kInt8) return elements(core, storage, slice * size, size, scratch);
+  const int8_t* from = static_cast<const int8_t*>(core) + slice * (size + kScaleBytes);
+  float scale;
+  std::memcpy(&scale, from + size, kScaleBytes);
+  for (int64_t i = 0; i < size; i++) scratch[i] = scale * static_cast<float>(from[i]);
   return scratch;
 }
 

@@ -93,12 +93,11 @@ class TTEmbedding(TTCores):
         if not isinstance(input, Tensor):
             raise ValueError(f"input must be a tensor, got {type(input).__name__}")
         indices = input.reshape(-1)
-        rows = embedding_bag(
-            indices,
-            torch.tensor([0, indices.numel()], device=input.device),
-            cores=list(self.tt_cores),
-            lookup=self._lookup,
-        )
+        rows = self._rows(indices, torch.tensor([0, indices.numel()], device=input.device))
         if self._output_dtype is not None:
             rows = rows.to(self._output_dtype)
         return rows.view(*input.shape, self.embedding_dim)
+
+    def _rows(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """The rows in the dtype of the sums."""
+        return embedding_bag(indices, offsets, cores=list(self.tt_cores), lookup=self._lookup)
