@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.ops.reference import SHAPES, Batch, make_cores, make_lookup  # noqa: E402
+from torchrec_tt.modules.row_cache_config import RowCacheConfig  # noqa: E402
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags  # noqa: E402
 from torchrec_tt.ops.embedding_bag import (  # noqa: E402
     check_errors,
@@ -94,9 +95,14 @@ def plans() -> str:
     return "plans equal the CPU's bit for bit"
 
 
-def module_of(lookup: Lookup, optimizer: str, device: str) -> TTTableBatchedEmbeddingBags:
+def module_of(
+    lookup: Lookup, optimizer: str, device: str, cache: RowCacheConfig | None = None
+) -> TTTableBatchedEmbeddingBags:
     config = TTOptimizerConfig(optimizer=optimizer, learning_rate=0.05)
-    module = TTTableBatchedEmbeddingBags(lookup.tables, optimizer=config, device=device)
+    caches = {} if cache is None else {table.name: cache for table in lookup.tables}
+    module = TTTableBatchedEmbeddingBags(
+        lookup.tables, optimizer=config, caches=caches, device=device
+    )
     with torch.no_grad():
         for core, value in zip(module.all_cores(), make_cores(lookup), strict=True):
             core.copy_(0.3 * value.detach())
@@ -121,6 +127,31 @@ def steps() -> str:
     return "3 steps of sgd, adagrad, rowwise_adagrad and adam equal the CPU's"
 
 
+def caches() -> str:
+    """Row caches fill, train and are renewed as on the CPU."""
+    lookup = make_lookup(*MIXED)
+    dtypes = (torch.float32, torch.bfloat16, None, None)
+    optimizers = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+    for optimizer, dtype in zip(optimizers, dtypes, strict=True):
+        config = RowCacheConfig(num_rows=16, first_refresh=2, refresh_growth=1, dtype=dtype)
+        after = []
+        for device in ("cpu", DEVICE):
+            module = module_of(lookup, optimizer, device, config)
+            batch = Batch.draw(lookup, batch_size=60)
+            for step in range(7):
+                ids = (batch.indices // (1 + step % 3)).to(device)
+                output = module(ids, batch.offsets.to(device))
+                (output * output).mean().backward()
+            after.append({name: value.cpu() for name, value in module.state_dict().items()})
+        for name, expected in after[0].items():
+            if expected.is_floating_point():
+                close(after[1][name].float(), expected.float(), rtol=1e-2)
+            else:
+                assert torch.equal(after[1][name], expected), name
+    check_errors()
+    return "7 steps through caches of 4 optimizers equal the CPU's"
+
+
 def determinism() -> str:
     """Bitwise equal results under torch.use_deterministic_algorithms."""
     torch.use_deterministic_algorithms(True)
@@ -135,7 +166,7 @@ def determinism() -> str:
 def no_waiting() -> str:
     """A training step waits for the device nowhere."""
     lookup = make_lookup(*MIXED, check_mode="warning")
-    module = module_of(lookup, "adagrad", DEVICE)
+    module = module_of(lookup, "adagrad", DEVICE, RowCacheConfig(num_rows=16))
     batch = Batch.draw(lookup)
     ids, offsets = batch.indices.to(DEVICE), batch.offsets.to(DEVICE)
     module(ids, offsets).sum().backward()
@@ -260,7 +291,18 @@ def dmp() -> str:
 
 CHECKS = {
     check.__name__: check
-    for check in (lookups, plans, steps, determinism, no_waiting, streams, graph, faults, dmp)
+    for check in (
+        lookups,
+        plans,
+        steps,
+        caches,
+        determinism,
+        no_waiting,
+        streams,
+        graph,
+        faults,
+        dmp,
+    )
 }
 
 

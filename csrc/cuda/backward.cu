@@ -6,6 +6,7 @@
 #include <climits>
 #include <optional>
 
+#include "cached_rows.cuh"
 #include "ordered_sums.h"
 
 namespace torchrec_tt::cuda {
@@ -269,11 +270,14 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks)
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   for (int64_t i = first; i < call.plan.num_indices; i += int64_t{gridDim.x} * kWarps) {
     const int u = call.plan.inverse[i];
-    if (u >= call.plan.counts[1]) continue;  // a cached row
-    const int dim = call.tables[table_of(call, call.plan.row_keys[u])].table.dim();
+    if (u >= call.plan.counts[0]) continue;  // no rows: wrong offsets
+    const Table& t = call.tables[table_of_row(call, u)].table;
+    const int64_t place = place_of_row(call.plan, u, ld_rows, t.cached_key, t.num_slots, t.dim());
     const float* grad = g.grad_output + g.grad_at[i];
     float sum = 0;
-    for (int c = lane; c < dim; c += 32) sum += rows[u * ld_rows + c] * grad[c];
+    for (int c = lane; c < t.dim(); c += 32) {
+      sum += row_element(rows, t.cached_rows, t.cached_storage, place, c) * grad[c];
+    }
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) grad_weights[i] = g.weight_scale ? g.weight_scale[i] * sum : sum;
   }
@@ -363,7 +367,7 @@ void launch_backward(const Lookup& lookup, const Backward& backward, void* works
   if (backward.touched) {
     check_cuda(cudaMemsetAsync(backward.touched, 0, num_slices(lookup) * sizeof(int32_t), stream));
   }
-  launch_row_gradients(call, memory.bags.bags, memory.b.row_grads, stream);
+  launch_row_gradients(call.call, call.device, memory.bags.bags, memory.b.row_grads, stream);
   if (memory.ordered) {
     BackwardCall turn = memory.b;
     for (int64_t first = 0; first < num_indices; first += turn.ordered.num_rows) {

@@ -10,6 +10,9 @@ constexpr int64_t kMaxBags = 1 << 30;
 struct Feature {
   int64_t column;  // its first of the output
   int table, dim;
+  int64_t cached_key, num_slots;  // as in Table
+  const void* cached_rows;
+  Storage cached_storage;
 };
 
 struct Bags {
@@ -38,7 +41,9 @@ struct BagsMemory {
   BagsMemory(const Lookup& lookup, Workspace& workspace) {
     for (size_t f = 0; f < lookup.feature_tables.size(); f++) {
       const int table = static_cast<int>(lookup.feature_tables[f]);
-      features.push_back({lookup.feature_columns[f], table, lookup.tables[table].dim()});
+      const Table& t = lookup.tables[table];
+      features.push_back({lookup.feature_columns[f], table, t.dim(), t.cached_key,
+                          t.cached_rows ? t.num_slots : 0, t.cached_rows, t.cached_storage});
     }
     bags.offsets = lookup.offsets;
     bags.counts = lookup.plan.counts;

@@ -57,6 +57,12 @@ struct Workspace {
   }
 };
 
+// Enough blocks for `jobs`, or to fill the device several times over.
+inline unsigned blocks_for(const Device& device, int64_t jobs) {
+  return static_cast<unsigned>(
+      std::clamp<int64_t>(jobs, 1, 16 * int64_t{std::max(device.num_multiprocessors, 1)}));
+}
+
 struct CallMemory {
   std::vector<CallTable> tables;
   Call call{};
@@ -72,11 +78,7 @@ struct CallMemory {
 
   CallMemory(const Lookup& lookup, bool is_backward, Workspace& workspace);
 
-  // Enough blocks for `jobs`, or to fill the device several times over.
-  unsigned blocks(int64_t jobs) const {
-    return static_cast<unsigned>(
-        std::clamp<int64_t>(jobs, 1, 16 * int64_t{std::max(device.num_multiprocessors, 1)}));
-  }
+  unsigned blocks(int64_t jobs) const { return blocks_for(device, jobs); }
   int64_t num_windows() const {
     return (call.plan.num_indices + call.prefixes_per_window - 1) / call.prefixes_per_window;
   }

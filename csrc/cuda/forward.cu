@@ -1,6 +1,6 @@
 // The pooled lookup: a row per unique id, then the sum of every bag.
 #include "bags.h"
-#include "prefix_batch.cuh"
+#include "cached_rows.cuh"
 
 namespace torchrec_tt::cuda {
 namespace {
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads, kFewBlocks)
 
 constexpr int kColumns = 4;  // of a lane
 
-// A warp per bag, 32 indices at a time, so that their rows are asked for together. Moves a row and
-// 4 bytes per index, and a weight.
+// A warp per bag, 32 indices at a time, so that their rows are asked for together; cached rows are
+// read where they lie. Moves a row and 4 bytes per index, 8 more of a cached one, and a weight.
 __global__ void __launch_bounds__(kThreads, kManyBlocks)
     pool_bags(PlanView plan, Bags bags, const float* __restrict__ rows, int64_t ld_rows,
               float* __restrict__ output) {
@@ -67,13 +67,19 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks)
       float sum[kColumns] = {};
       for (int64_t i = begin; i < end; i += 32) {
         const int count = static_cast<int>(min(end - i, int64_t{32}));
-        const int row = lane < count ? plan.inverse[i + lane] : 0;
+        const int64_t own = lane < count ? place_of_row(plan, plan.inverse[i + lane], ld_rows,
+                                                        feature.cached_key, feature.num_slots,
+                                                        feature.dim)
+                                         : 0;
         const float weight = lane < count && bags.weights ? bags.weights[i + lane] : 1.0f;
         for (int k = 0; k < count; k++) {
-          const float* from = rows + __shfl_sync(~0u, row, k) * ld_rows;
+          const int64_t place = __shfl_sync(~0u, own, k);
           const float scale = __shfl_sync(~0u, weight, k) * over;
           TT_UNROLL for (int j = 0; j < kColumns; j++) {
-            if (column + 32 * j < feature.dim) sum[j] += scale * from[column + 32 * j];
+            if (column + 32 * j < feature.dim) {
+              sum[j] += scale * row_element(rows, feature.cached_rows, feature.cached_storage, place,
+                                            column + 32 * j);
+            }
           }
         }
       }
@@ -84,15 +90,20 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks)
   }
 }
 
-// Without pooling: a warp per index.
+// Without pooling: a warp per index; all tables have one dim.
 __global__ void __launch_bounds__(kThreads, kManyBlocks)
-    gather_rows(PlanView plan, const float* __restrict__ weights, int dim,
+    gather_rows(Call call, const float* __restrict__ weights, int dim,
                 const float* __restrict__ rows, float* __restrict__ output) {
+  const PlanView& plan = call.plan;
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   for (int64_t i = first; i < plan.num_indices; i += int64_t{gridDim.x} * kWarps) {
     const float weight = weights ? weights[i] : 1.0f;
-    const float* row = rows + int64_t{plan.inverse[i]} * dim;
-    for (int c = threadIdx.x % 32; c < dim; c += 32) output[i * dim + c] = weight * row[c];
+    const int u = plan.inverse[i];
+    const Table& t = call.tables[table_of_row(call, u)].table;
+    const int64_t place = place_of_row(plan, u, dim, t.cached_key, t.num_slots, dim);
+    for (int c = threadIdx.x % 32; c < dim; c += 32) {
+      output[i * dim + c] = weight * row_element(rows, t.cached_rows, t.cached_storage, place, c);
+    }
   }
 }
 
@@ -150,7 +161,7 @@ void launch_forward(const Lookup& lookup, float* output, void* workspace, cudaSt
               lookup.plan, bags, memory.rows, memory.call.max_dim, output);
   } else {
     TT_LAUNCH(gather_rows, memory.call.blocks((lookup.plan.num_indices + kWarps - 1) / kWarps), kThreads,
-              0, stream, lookup.plan, lookup.weights, memory.call.max_dim, memory.rows, output);
+              0, stream, memory.call.call, lookup.weights, memory.call.max_dim, memory.rows, output);
   }
   check_cuda(cudaGetLastError());
 }

@@ -50,6 +50,10 @@ struct Table {
   int64_t first_head_digit;  // of the table, in the call's map of heads
   int64_t first_head_place;
   int64_t heads_at;  // where its heads begin in the call's memory for them, in floats
+  // The cache: slot s has the key cached_key + s. Null rows are out of this call's reach.
+  int64_t cached_key, num_slots;
+  const void* cached_rows;  // [num_slots, dim]
+  Storage cached_storage;
   // Set by the launchers: whether a block's memory for this table is shared memory; and of
   // deterministic sums its first job, and where its last slices' gradients, then its heads', begin
   // among their targets.
@@ -66,7 +70,7 @@ struct Table {
   __host__ __device__ int64_t num_keys() const { return m_head * m_mid * m_last; }
 };
 
-// Describes a table; its cores are device pointers.
+// Describes a table; its cores are device pointers, null for a call that reads none.
 Table make_table(const TTShape& shape, const void* const* cores, Storage storage);
 
 struct Device {
@@ -139,6 +143,35 @@ struct StepSettings {
 int64_t step_workspace_bytes(const std::vector<CoreStep>& cores);
 void launch_step(const std::vector<CoreStep>& cores, const StepSettings& settings, void* workspace,
                  cudaStream_t stream);
+
+// Cached rows that are stepped: `rows` are a table's [num_slots, dim] in CoreStep's terms, a null
+// weight where they are not.
+struct RowStep {
+  CoreStep rows;
+  const int64_t* ids;  // [num_slots] the tags
+};
+
+// Steps the cached rows of a batch on grad_output, which is as the output; a RowStep per table.
+int64_t row_step_workspace_bytes(const Lookup& lookup);
+void launch_row_step(const Lookup& lookup, const float* grad_output,
+                     const std::vector<RowStep>& tables, const StepSettings& settings,
+                     void* workspace, cudaStream_t stream);
+
+// The counters of a table with a cache, see csrc/cpu/row_counter.cpp.
+struct RowCounter {
+  float* heats;           // [num_slots]; num_slots 0: the table has no cache
+  int64_t num_slots;
+  int64_t* ids;           // [8 * num_buckets]
+  float* counter_heats;   // [8 * num_buckets]
+  int64_t num_buckets;
+  int64_t* statistics;    // [3 or more]
+  float clock;            // 0: lfu
+};
+
+// Counts the rows of a planned batch; a RowCounter per table. The result is the CPU's, bit for bit.
+int64_t count_workspace_bytes(const PlanView& plan, const std::vector<RowCounter>& counters);
+void launch_count(const PlanView& plan, const std::vector<TTShape>& tables,
+                  const std::vector<RowCounter>& counters, void* workspace, cudaStream_t stream);
 
 // Copies bytes of the host to the device as arguments of a kernel, 32000 at a time: no pinned memory,
 // no wait, and a captured graph keeps them.

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "../row_tags.h"
 #include "launchers.h"
 #include "sort.h"
 
@@ -18,6 +19,7 @@ constexpr int64_t kNoKey = INT64_MAX;  // of row_keys past the last row
 struct KeyTable {
   int64_t num_rows, row_offset, key_base, padded_rows;
   int64_t m_head, m_mid, m_last;
+  CacheTags cache;
 };
 
 struct Keys {
@@ -25,6 +27,7 @@ struct Keys {
   const int64_t* table_of;      // [F]
   int num_tables, num_features;
   int64_t batch_size, num_indices;
+  int64_t cached_key;  // the first of cached rows
   bool is_fatal;
 };
 
@@ -55,6 +58,8 @@ __device__ int feature_of(const Keys& k, const Offset* offsets, int64_t i) {
 }
 
 __device__ inline int64_t key_of(const KeyTable& t, int64_t id) {
+  const int64_t slot = find_slot(id + t.row_offset, t.cache.ids, t.cache.num_slots / kWays);
+  if (slot >= 0) return t.cache.key_base + slot;
   // A shard without rows has none to read: any of the table's does until the fault is raised.
   const int64_t row = min(id + t.row_offset, t.padded_rows - 1);
   const int64_t prefix = row / t.m_last;
@@ -64,7 +69,8 @@ __device__ inline int64_t key_of(const KeyTable& t, int64_t id) {
 
 __device__ inline bool is_in(const KeyTable& t, int64_t id) { return id >= 0 && id < t.num_rows; }
 
-// A thread per index: its key, and its place for the sort. 16 to 20 bytes per index.
+// A thread per index: its key, and its place for the sort. 16 to 20 bytes per index, and with a cache
+// two sets of tags, 64 bytes each.
 template <typename Index, typename Offset>
 __global__ void __launch_bounds__(kThreads)
     write_keys(Keys k,
@@ -107,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A thread per sorted key: 1 where a new row begins, and 2^32 more where a new prefix does. The sums
-// of both stay below 2^31, as N does. 16 bytes per index.
+// of both stay below 2^31, as N does. Cached rows have no prefix. 16 bytes per index.
 __global__ void __launch_bounds__(kThreads)
     mark_rows(Keys k, const uint64_t* __restrict__ keys,  // [N] sorted
               uint64_t* __restrict__ marks) {              // [N]
@@ -115,6 +121,10 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= k.num_indices) return;
   const int64_t key = static_cast<int64_t>(keys[i]);
   const int64_t before = i > 0 ? static_cast<int64_t>(keys[i - 1]) : -1;
+  if (key >= k.cached_key) {
+    marks[i] = before < key ? 1 : 0;
+    return;
+  }
   const KeyTable& table = k.tables[table_of_key(k, key)];
   const int64_t in_table = key - table.key_base;
   const int64_t prefix_begin = table.key_base + in_table / table.m_last * table.m_last;
@@ -130,15 +140,33 @@ struct PlanTensors {
   int64_t* counts;         // [4]
 };
 
+// How many rows begin before the first sorted key that is `cached_key` or more.
+__device__ int64_t count_rows_below(int64_t cached_key, int64_t num_indices, const uint64_t* keys,
+                                    const uint64_t* marks) {
+  int64_t low = 0, high = num_indices;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (static_cast<int64_t>(keys[middle]) < cached_key) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low > 0 ? static_cast<int64_t>(marks[low - 1] & 0xffffffff) : 0;
+}
+
 // A thread per sorted position, and one past the last: its row's number to its index, its row's and
 // prefix's begin if they begin there, and what lies past all rows and prefixes. 40 bytes per index.
 __global__ void __launch_bounds__(kThreads)
-    write_rows(int64_t num_indices,
+    write_rows(int64_t num_indices, int64_t cached_key,
                const uint64_t* __restrict__ keys,   // [N] sorted
                const uint64_t* __restrict__ marks,  // [N] summed up
                PlanTensors plan) {
+  TT_SHARED(int64_t, num_tt_rows, 1);
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t n = num_indices;
+  if (threadIdx.x == 0) *num_tt_rows = count_rows_below(cached_key, n, keys, marks);
+  __syncthreads();
   if (i > n) return;
   const uint64_t total = n > 0 ? marks[n - 1] : 0;
   const int64_t num_rows = static_cast<int64_t>(total & 0xffffffff);
@@ -155,9 +183,10 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= num_rows) plan.row_keys[i] = kNoKey;
   }
   if (i >= num_rows) plan.row_starts[i] = static_cast<int32_t>(n);
-  if (i >= num_prefixes) plan.prefix_starts[i] = static_cast<int32_t>(num_rows);
+  if (i >= num_prefixes) plan.prefix_starts[i] = static_cast<int32_t>(*num_tt_rows);
   if (i == n) {
-    plan.counts[0] = plan.counts[1] = num_rows;
+    plan.counts[0] = num_rows;
+    plan.counts[1] = *num_tt_rows;
     plan.counts[2] = num_prefixes;
   }
 }
@@ -218,8 +247,8 @@ unsigned blocks_for(int64_t threads) {
 }
 
 int bits_of_keys(const PlanCall& call) {
-  const TTShape& last = call.tables.back();
-  const uint64_t largest = static_cast<uint64_t>(last.key_base + last.padded_rows() - 1);
+  const CacheTags& last = call.caches.back();
+  const uint64_t largest = static_cast<uint64_t>(last.key_base + last.num_slots - 1);
   int bits = 1;
   while (bits < 64 && (largest >> bits)) bits++;
   return bits;
@@ -268,9 +297,10 @@ template <typename Index, typename Offset>
 void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
   const int64_t n = call.num_indices;
   std::vector<KeyTable> tables;
-  for (const TTShape& t : call.tables) {
-    tables.push_back({t.num_rows, t.row_offset, t.key_base, t.padded_rows(), t.m_head(), t.m_mid(),
-                      t.m_last()});
+  for (size_t t = 0; t < call.tables.size(); t++) {
+    const TTShape& shape = call.tables[t];
+    tables.push_back({shape.num_rows, shape.row_offset, shape.key_base, shape.padded_rows(),
+                      shape.m_head(), shape.m_mid(), shape.m_last(), call.caches[t]});
   }
   const Found none{kNowhere, kNowhere, kNowhere, 0};
   std::vector<char> head(reinterpret_cast<char*>(w.keys) - w.from);
@@ -287,6 +317,7 @@ void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
                   static_cast<int>(call.feature_tables.size()),
                   call.batch_size,
                   n,
+                  call.caches.front().key_base,
                   call.mode == CheckMode::kFatal};
   const auto* indices = static_cast<const Index*>(call.indices);
   const auto* offsets = static_cast<const Offset*>(call.offsets);
@@ -303,7 +334,8 @@ void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
   }
   const PlanTensors plan{call.order,      call.inverse,       call.row_keys,
                          call.row_starts, call.prefix_starts, call.counts};
-  TT_LAUNCH(write_rows, blocks_for(n + 1), kThreads, 0, stream, n, w.sorted_keys, w.marks, plan);
+  TT_LAUNCH(write_rows, blocks_for(n + 1), kThreads, 0, stream, n, keys.cached_key, w.sorted_keys,
+            w.marks, plan);
   TT_LAUNCH((report<Index, Offset>), 1, 1, 0, stream, keys, indices, offsets, w.found,
             call.counts, call.faults, call.warnings);
 }

@@ -1,6 +1,6 @@
 #include "row_gradients.cuh"
 
-#include "prefix_batch.cuh"
+#include "cached_rows.cuh"
 
 namespace torchrec_tt::cuda {
 namespace {
@@ -29,12 +29,14 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks) place_bags(Bags bags, R
 struct LongRow {
   int begin = 0, end = 0, dim = 0;
 
-  __device__ LongRow(const Call& call, int64_t at) {
+  __device__ LongRow(const Call& call, const RowGradients& g, int64_t at) {
     const int u = call.plan.inverse[call.plan.order[at]];
-    if (u >= call.plan.counts[1]) return;  // a cached row
+    const bool is_cached = u >= call.plan.counts[1];
+    if (is_cached != g.of_cached || u >= call.plan.counts[0]) return;  // no rows: wrong offsets
     begin = call.plan.row_starts[u];
     end = call.plan.row_starts[u + 1];
-    if (end - begin > kPiece) dim = call.tables[table_of(call, call.plan.row_keys[u])].table.dim();
+    if (end - begin <= kPiece) return;
+    dim = call.tables[table_of_row(call, u)].table.dim();
   }
 };
 
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks) sum_pieces(Call call, R
   const int64_t first = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   for (int64_t piece = first; piece * kPiece < call.plan.num_indices;
        piece += int64_t{gridDim.x} * kWarps) {
-    const LongRow row(call, piece * kPiece);
+    const LongRow row(call, g, piece * kPiece);
     const int begin = static_cast<int>(piece * kPiece), end = min(begin + kPiece, row.end);
     for (int column = threadIdx.x % 32; column < row.dim; column += 32) {
       float sum = 0;
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks) sum_long_rows(Call call
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int64_t piece = blockIdx.x; piece * kPiece < call.plan.num_indices; piece += gridDim.x) {
     const int begin = static_cast<int>(piece * kPiece);
-    const LongRow row(call, begin);
+    const LongRow row(call, g, begin);
     if (begin - row.begin >= kPiece) continue;  // not its first
     const int64_t last = (row.end - 1) / kPiece;
     for (int first_column = 0; first_column < row.dim; first_column += 32) {
@@ -84,14 +86,14 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks) sum_long_rows(Call call
 
 }  // namespace
 
-void launch_row_gradients(const CallMemory& memory, const Bags& bags, const RowGradients& g,
-                          cudaStream_t stream) {
-  const int64_t pieces = (memory.call.plan.num_indices + kPiece - 1) / kPiece;
-  TT_LAUNCH(place_bags, memory.blocks(bags.num_bags / (kThreads / kLanesOfBag) + 1), kThreads,
-            0, stream, bags, g);
-  TT_LAUNCH(sum_pieces, memory.blocks((pieces + kWarps - 1) / kWarps), kThreads, 0, stream, memory.call,
+void launch_row_gradients(const Call& call, const Device& device, const Bags& bags,
+                          const RowGradients& g, cudaStream_t stream) {
+  const int64_t pieces = (call.plan.num_indices + kPiece - 1) / kPiece;
+  TT_LAUNCH(place_bags, blocks_for(device, bags.num_bags / (kThreads / kLanesOfBag) + 1), kThreads, 0,
+            stream, bags, g);
+  TT_LAUNCH(sum_pieces, blocks_for(device, (pieces + kWarps - 1) / kWarps), kThreads, 0, stream, call,
             g);
-  TT_LAUNCH(sum_long_rows, memory.blocks(pieces), kThreads, 0, stream, memory.call, g);
+  TT_LAUNCH(sum_long_rows, blocks_for(device, pieces), kThreads, 0, stream, call, g);
 }
 
 }  // namespace torchrec_tt::cuda

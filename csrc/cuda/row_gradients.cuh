@@ -19,6 +19,7 @@ struct RowGradients {
   float* weight_scale;  // [N] 1 over mean length, or null for 1
   float* pieces;        // [N / kPiece + 1, ld_pieces]
   int64_t ld_pieces;
+  int of_cached;  // whether long rows are summed that are cached, or those of the cores
 };
 
 __device__ inline float scaled_gradient(const RowGradients& g, int index, int column) {
@@ -38,7 +39,7 @@ __device__ inline float row_gradient(const RowGradients& g, const PlanView& plan
 }
 
 // Fills grad_at, the scales and the sums of long rows.
-void launch_row_gradients(const CallMemory& memory, const Bags& bags, const RowGradients& g,
-                          cudaStream_t stream);
+void launch_row_gradients(const Call& call, const Device& device, const Bags& bags,
+                          const RowGradients& g, cudaStream_t stream);
 
 }  // namespace torchrec_tt::cuda

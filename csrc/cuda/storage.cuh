@@ -50,14 +50,15 @@ __device__ inline uint16_t to_float16(float value, bool is_stochastic, uint32_t 
   return static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
 }
 
-// Puts element `at` of a core back; `key` rounds it by chance where the core asks for that.
+// Puts element `at` of a core back; `key` and `element` round it by chance where the core asks for
+// that.
 __device__ inline void store_element(void* core, Storage storage, int64_t at, float value,
-                                     bool is_stochastic, uint64_t key) {
+                                     bool is_stochastic, uint64_t key, int64_t element) {
   if (storage == Storage::kFloat32) {
     static_cast<float*>(core)[at] = value;
     return;
   }
-  const uint32_t random = is_stochastic ? rounding_bits(key, at) : 0;
+  const uint32_t random = is_stochastic ? rounding_bits(key, element) : 0;
   static_cast<uint16_t*>(core)[at] = storage == Storage::kBFloat16
                                          ? to_bfloat16(value, is_stochastic, random)
                                          : to_float16(value, is_stochastic, random);

@@ -11,6 +11,7 @@ from tests.csrc.emulation import ROOT
 from torchrec_tt.ops import library
 
 IMPORTS = "import torch, torchrec_tt.ops.embedding_bag, torchrec_tt.ops.step_cores"
+IMPORTS += ", torchrec_tt.ops.row_cache, torchrec_tt.ops.row_counter"
 LIBRARY = ROOT / "build/cuda/_C.so"
 OPERATORS = (
     "plan",
@@ -18,6 +19,8 @@ OPERATORS = (
     "embedding_bag_backward_dense",
     "embedding_bag_backward_update",
     "step_cores",
+    "step_cached_rows",
+    "count_rows",
 )
 
 

@@ -196,7 +196,9 @@ def core_of(shape=(3, 6), dtype=torch.float32, device="cpu"):
         ({"weights": torch.ones(1).double()}, "per_sample_weights must be Float, got Double"),
         ({"pooling": "max"}, "pooling must be sum, mean or none, got max"),
         ({"precision": "low"}, "precision must be highest, high or medium, got low"),
-        ({"cached_rows": [torch.ones(8, 16)]}, "cached_rows must be empty on CUDA"),
+        ({"cached_rows": [torch.ones(8, 16)] * 2}, "cached_rows must have one tensor per table, 1"),
+        ({"cached_rows": [torch.ones(8, 15)]}, "cached_rows 0 must have 128 elements, got 120"),
+        ({"cached_rows": [torch.ones(8, 16).double()]}, "cached_rows must be float32, bfloat16 or"),
     ],
 )
 def test_bad_arguments_raise(change, message, emulated):

@@ -181,7 +181,9 @@ def test_a_shard_without_rows_has_no_row_0(emulated):
         ({"offsets": torch.tensor([0, 1, 1, 1])}, "got 4 for 2 features"),
         ({"offsets": torch.zeros(3, device="meta").long()}, "offsets must be on the device of"),
         ({"check_mode": "none"}, "check_mode must be fatal, warning or ignore, got none"),
-        ({"cache_ids": [torch.zeros(8).long()]}, "cache_ids must be empty on CUDA"),
+        ({"cache_ids": [torch.zeros(8).long()]}, "cache_ids must have one tensor per table, 2, or"),
+        ({"cache_ids": [torch.zeros(8).int()] * 2}, "cache_ids 0 must be Long, got Int"),
+        ({"cache_ids": [torch.zeros(9).long()] * 2}, "a multiple of 8 elements, got 9 in 1 dim"),
         ({"tables": []}, "tables must not be empty"),
     ],
 )

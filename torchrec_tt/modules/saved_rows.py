@@ -110,10 +110,10 @@ def take_over(cache: RowCache, saved: SavedRows, *, is_first: bool) -> SavedRows
     slots = (host[0] >= 0).nonzero()[:, 0]
     by_id = own.ids.argsort()
     at = by_id[torch.searchsorted(own.ids[by_id], host[0][slots])]
-    cache.rows[slots] = own.rows[at].to(cache.rows.dtype)
+    cache.rows[slots] = own.rows[at].to(cache.rows)
     for name, state in own.states.items():
         if name in cache._buffers and getattr(cache, name).shape[1:] == state.shape[1:]:
-            getattr(cache, name)[slots] = state[at].to(getattr(cache, name).dtype)
+            getattr(cache, name)[slots] = state[at].to(getattr(cache, name))
     left = own._where(~torch.isin(own.ids, host[0][slots]))
     _count_again(
         cache,
