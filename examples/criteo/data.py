@@ -1,186 +1,235 @@
-"""Criteo click logs as published (TSV, plain or gzip), streamed as TorchRec batches.
+"""Criteo rows of every form as one data set of TorchRec batches, split by time and by rank.
 
-A line is a label, 13 integers and 26 hexadecimal ids, tab-separated, blank where missing, and
-lines are in time order. `scan` reads the file once and refuses what training could not use;
-`read_batches` reads it again for each epoch. They hold a byte a row and a batch, never the file.
+| `open_dataset` of | is |
+|---|---|
+| a file | TSV, plain or gzip, as Criteo Kaggle's `train.txt` |
+| a folder with `day_0[.gz]`, `day_1[.gz]`, ... | TSV, as Criteo Terabyte's |
+| a folder with `{day_i or train}_{dense,sparse,labels}.npy` | either of TorchRec's npy layouts |
+
+`made_dataset` makes rows up.
 """
 
-import gzip
-import itertools
+import functools
 import re
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
 
+import numpy as np
 import torch
+from blocks import CAT_NAMES, Block, Source, Split, concatenate, split_rows
+from made_rows import MadeRows
+from npy_files import open_npy
+from prefetch import prefetched
 from torch import Tensor
-from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tsv_files import scan
 
-# Rows per categorical column of the Kaggle data set, as in facebookresearch/dlrm.
+# Rows per categorical column, as in facebookresearch/dlrm; Terabyte's ids capped at 10 million.
 KAGGLE_NUM_EMBEDDINGS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
+TERABYTE_NUM_EMBEDDINGS = (
+    *(9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10),
+    *(2208, 11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36),
+)
 
-Split = Literal["train", "test"]
-
-_NUM_INTS = len(DEFAULT_INT_NAMES)
-_NUM_CATS = len(DEFAULT_CAT_NAMES)
-_NUM_FIELDS = 1 + _NUM_INTS + _NUM_CATS
-_INTEGER = rb"(?:-?[0-9]{1,18})?"
-_HEX_ID = rb"[0-9a-fA-F]{0,15}"  # 15 digits always fit int64
-_LINE = re.compile(rb"[01](?:\t%b){%d}(?:\t%b){%d}" % (_INTEGER, _NUM_INTS, _HEX_ID, _NUM_CATS))
-_TRAIN_DAYS, _DAYS = 6, 7  # the Kaggle file holds seven days; the last is for testing
+_PREFETCHED_BATCHES = 8
+_LABEL_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CriteoFile:
-    """A scanned file: its first `num_train_rows` rows are for training, the rest for testing."""
+class CriteoDataset:
+    """Rows split into training, validation and test rows, ids taken modulo the tables' rows.
 
-    path: Path
-    num_train_rows: int
-    num_test_rows: int
+    Attributes:
+        source: of the rows.
+        splits: which rows are whose.
+        num_embeddings: rows of each categorical column's table.
+        best_auroc: that a model can reach on the test rows; known of made rows alone.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        return self.num_train_rows + self.num_test_rows
+    source: Source
+    splits: Mapping[Split, range]
+    num_embeddings: Sequence[int]
+    best_auroc: float | None = None
 
-    def split_rows(self, split: Split) -> tuple[int, int]:
-        """Returns the split's first row and the row after its last."""
-        if split == "train":
-            return 0, self.num_train_rows
-        return self.num_train_rows, self.num_rows
+    def num_rows(self, split: Split) -> int:
+        """Returns the rows of a split."""
+        return len(self.splits[split])
 
-    def num_batches(self, split: Split, *, batch_size: int, world_size: int) -> int:
-        """Returns the batches every rank reads in an epoch, at `batch_size` rows a rank."""
-        start, stop = self.split_rows(split)
-        return -(-(stop - start) // (batch_size * world_size))
+    def num_batches(
+        self, split: Split, *, batch_size: int, world_size: int = 1, start_row: int = 0
+    ) -> int:
+        """Returns the batches that every rank reads from `start_row` of the split on."""
+        return -(-(self.num_rows(split) - start_row) // (batch_size * world_size))
+
+    def batches(
+        self,
+        split: Split,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start_row: int = 0,
+    ) -> Iterator[Batch]:
+        """Yields one rank's batches of one epoch, made ahead in a thread.
+
+        Rows go to the ranks in turn. Every rank yields equally many batches of equal sizes, so that
+        no collective is missed: a rank that has a row less repeats the split's last one.
+
+        Args:
+            split: which rows.
+            batch_size: rows of a batch on one rank; the last batch may be smaller.
+            rank: which share of the rows.
+            world_size: number of shares.
+            start_row: of the split; a resumed run's rows so far.
+
+        Raises:
+            ValueError: for a malformed row, if it is this rank's.
+            OSError: for a file that cannot be read.
+        """
+        blocks = self._share(self.splits[split][start_row:], rank=rank, world_size=world_size)
+        return prefetched(
+            _batches(blocks, num_embeddings=self.num_embeddings, batch_size=batch_size),
+            depth=_PREFETCHED_BATCHES,
+        )
+
+    def _share(self, rows: range, *, rank: int, world_size: int) -> Iterator[Block]:
+        own = rows[rank::world_size]
+        yield from self.source.read(own)
+        if len(own) < -(-len(rows) // world_size):
+            yield from self.source.read(rows[-1:])
 
 
-def num_training_rows(num_rows: int) -> int:
-    """Returns how many of `num_rows` rows in time order are for training: six sevenths."""
-    return num_rows * _TRAIN_DAYS // _DAYS
-
-
-def scan(path: Path) -> CriteoFile:
-    """Checks every line and splits the rows by time: the first six sevenths for training.
+def open_dataset(path: Path, *, num_embeddings: Sequence[int]) -> CriteoDataset:
+    """Opens rows of any form; TSV is read and checked once.
 
     Raises:
-        ValueError: for a malformed line (names the file, the line and what is wrong), an empty
-            file, or a split in which every label is the same (its AUROC is undefined).
-        OSError: for a file that cannot be opened.
+        ValueError: for a folder that holds no form of rows or two, a malformed line or file, or a
+            split in which every label is the same (its AUROC is undefined).
+        OSError: for a file that cannot be read.
     """
-    labels = bytearray()  # one byte a row: the split is known only at the end
-    with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            row = line.rstrip(b"\r\n")
-            if _LINE.fullmatch(row) is None:
-                raise ValueError(f"{path}, line {number}: {_fault(row)}")
-            labels.append(row[0])
-    if not labels:
-        raise ValueError(f"{path}: must hold Criteo rows, got an empty file")
-    num_train_rows = num_training_rows(len(labels))
-    for name, part in (("training", labels[:num_train_rows]), ("test", labels[num_train_rows:])):
-        num_positive = part.count(b"1")
-        if num_positive in {0, len(part)}:
-            raise ValueError(
-                f"{path}: the {name} rows must hold both labels for an AUROC, "
-                f"got {num_positive} positive of {len(part)}"
-            )
-    return CriteoFile(
-        path=path, num_train_rows=num_train_rows, num_test_rows=len(labels) - num_train_rows
+    if path.is_dir() and not (prefixes := _npy_prefixes(path)):
+        return _open_tsv(_day_files(path), num_embeddings=num_embeddings)
+    if not path.is_dir():
+        return _open_tsv([path], num_embeddings=num_embeddings)
+    source = open_npy(prefixes)
+    splits = split_rows([len(day.labels) for day in source.days])
+    labels = [day.labels for day in source.days]
+    firsts = np.cumsum([0, *map(len, labels)])
+    for split, rows in splits.items():
+        parts = [
+            part[max(0, rows.start - first) : max(0, rows.stop - first)]
+            for part, first in zip(labels, firsts.tolist(), strict=False)
+        ]
+        _check_labels(parts, split=split, path=path)
+    return CriteoDataset(source=source, splits=splits, num_embeddings=num_embeddings)
+
+
+def made_dataset(
+    num_rows: int, *, num_embeddings: Sequence[int], signal_columns: Sequence[int], seed: int
+) -> CriteoDataset:
+    """Returns made-up rows; see made_rows.py for the arguments."""
+    source = MadeRows(
+        num_rows=num_rows, num_embeddings=num_embeddings, signal_columns=signal_columns, seed=seed
+    )
+    splits = split_rows([num_rows])
+    return CriteoDataset(
+        source=source,
+        splits=splits,
+        num_embeddings=num_embeddings,
+        best_auroc=source.best_auroc(splits["test"]),
     )
 
 
-def read_batches(
-    file: CriteoFile,
-    split: Split,
-    *,
-    num_embeddings: Sequence[int],
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+def _open_tsv(paths: list[Path], *, num_embeddings: Sequence[int]) -> CriteoDataset:
+    source, labels = scan(paths)
+    splits = split_rows([file.num_rows for file in source.files])
+    first = splits["test"].stop - len(labels)  # of the last file's rows
+    for split, rows in splits.items():
+        if rows.stop > first or not rows:
+            part = labels[max(0, rows.start - first) : rows.stop - first]
+            _check_labels([part], split=split, path=paths[-1])
+    return CriteoDataset(source=source, splits=splits, num_embeddings=num_embeddings)
+
+
+def _check_labels(parts: list[np.ndarray], *, split: Split, path: Path) -> None:
+    found: set[int] = set()
+    for part in parts:
+        for i in range(0, len(part), _LABEL_ROWS):
+            found.update(np.unique(part[i : i + _LABEL_ROWS]).tolist())
+            if found >= {0, 1}:
+                return
+    raise ValueError(
+        f"{path}: the {split} rows must hold both labels for an AUROC, got {sorted(found)} in "
+        f"{sum(map(len, parts))} rows"
+    )
+
+
+def _day_files(folder: Path) -> list[Path]:
+    """Returns the folder's day files in the days' order."""
+    days: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if match := re.fullmatch(r"day_(\d+)(\.tsv|\.txt)?(\.gz)?", path.name):
+            if (day := int(match[1])) in days:
+                raise ValueError(f"{folder} must have one file for day {day}, got two")
+            days[day] = path
+    if not days:
+        raise ValueError(
+            f"{folder} must have day_0, day_1, ... (plain or .gz) or *_dense.npy, got neither"
+        )
+    return [days[day] for day in sorted(days)]
+
+
+def _npy_prefixes(folder: Path) -> list[Path]:
+    """Returns what precedes "_dense.npy" in the folder's files, in the days' order."""
+    names = [path.name.removesuffix("_dense.npy") for path in folder.glob("*_dense.npy")]
+    days = {int(match[1]): name for name in names if (match := re.fullmatch(r"day_(\d+)", name))}
+    if names == ["train"] or (names and len(days) == len(names)):
+        return [folder / days[day] for day in sorted(days)] or [folder / "train"]
+    if names:
+        raise ValueError(
+            f"{folder} must have either day_*_dense.npy or train_dense.npy, got {sorted(names)}"
+        )
+    return []
+
+
+def _batches(
+    blocks: Iterator[Block], *, num_embeddings: Sequence[int], batch_size: int
 ) -> Iterator[Batch]:
-    """Yields one rank's batches of one epoch.
-
-    Rows go to the ranks in turn. Every rank yields equally many batches of equal sizes, so that no
-    collective is missed: a rank that has a row less repeats its last one.
-
-    Args:
-        file: a scanned file.
-        split: which rows.
-        num_embeddings: rows of each categorical column's table; an id is taken modulo these.
-        batch_size: rows of a batch on one rank; the last batch may be smaller.
-        rank: which share of the rows.
-        world_size: number of shares.
-    """
-    start, stop = file.split_rows(split)
-    sizes = torch.tensor(num_embeddings, dtype=torch.int64)
-    with _open(file.path) as lines:
-        rows = _share(itertools.islice(lines, start, stop), rank=rank, world_size=world_size)
-        while batch := list(itertools.islice(rows, batch_size)):
-            yield make_batch([line.rstrip(b"\r\n") for line in batch], num_embeddings=sizes)
+    sizes = np.array(num_embeddings, np.int64)[:, None]
+    parts: list[Block] = []
+    num_rows = 0
+    for block in blocks:
+        np.remainder(block.ids, sizes, out=block.ids)
+        start = 0
+        while num_rows + len(block) - start >= batch_size:
+            stop = start + batch_size - num_rows
+            yield _batch(concatenate([*parts, block[start:stop]]))
+            parts, num_rows, start = [], 0, stop
+        if start < len(block):
+            parts.append(block[start:])
+            num_rows += len(block) - start
+    if parts:
+        yield _batch(concatenate(parts))
 
 
-def make_batch(
-    rows: Sequence[bytes],  # B well-formed lines without their ends
-    *,
-    num_embeddings: Tensor,  # [26] int64
-) -> Batch:
-    """Parses rows: integers become `log1p(max(x, 0))`, ids their value modulo the table's rows.
-
-    A missing integer or id counts as 0.
-    """
-    fields = [row.split(b"\t") for row in rows]
-    ints = [[int(value or b"0") for value in row[1 : 1 + _NUM_INTS]] for row in fields]
-    ids = [[int(value or b"0", 16) for value in row[1 + _NUM_INTS :]] for row in fields]
-    values = torch.tensor(ids, dtype=torch.int64) % num_embeddings  # [B, 26]
+def _batch(rows: Block) -> Batch:
     return Batch(
-        dense_features=torch.tensor(ints, dtype=torch.float32).clamp(min=0).log1p(),  # [B, 13]
+        dense_features=torch.from_numpy(rows.dense.copy()),  # [B, 13]
         sparse_features=KeyedJaggedTensor(
-            keys=DEFAULT_CAT_NAMES,
-            values=values.T.reshape(-1),  # [26 * B]
-            lengths=torch.ones(values.numel(), dtype=torch.int32),
+            keys=CAT_NAMES,
+            values=torch.from_numpy(rows.ids.flatten()),  # [26 * B]
+            lengths=_ones(rows.ids.size),
             stride=len(rows),
         ),
-        labels=torch.tensor([int(row[0]) for row in fields]),  # [B]
+        labels=torch.from_numpy(rows.labels.copy()),  # [B]
     )
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a plain or gzip file by its first bytes; a damaged gzip becomes a ValueError."""
-    with path.open("rb") as head:
-        is_gzip = head.read(2) == b"\x1f\x8b"
-    try:
-        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
-            yield lines
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: must be a whole gzip file, got {error}") from error
-
-
-def _share(lines: Iterator[bytes], *, rank: int, world_size: int) -> Iterator[bytes]:
-    """Yields every `world_size`-th line from `rank` on, the last line again where short."""
-    while group := list(itertools.islice(lines, world_size)):
-        yield group[min(rank, len(group) - 1)]
-
-
-def _fault(row: bytes) -> str:
-    """Says what is wrong with a malformed line."""
-    fields = row.split(b"\t")
-    if len(fields) != _NUM_FIELDS:
-        return f"must have {_NUM_FIELDS} tab-separated fields, got {len(fields)}"
-    if fields[0] not in {b"0", b"1"}:
-        return f"the label must be 0 or 1, got {fields[0]!r}"
-    for name, field in zip(DEFAULT_INT_NAMES, fields[1:], strict=False):
-        if re.fullmatch(_INTEGER, field) is None:
-            return f"{name} must be an integer of at most 18 digits, got {field!r}"
-    for name, field in zip(DEFAULT_CAT_NAMES, fields[1 + _NUM_INTS :], strict=True):
-        if re.fullmatch(_HEX_ID, field) is None:
-            return f"{name} must be at most 15 hexadecimal digits, got {field!r}"
-    raise AssertionError(f"no fault in {row!r}")
+@functools.lru_cache(maxsize=4)
+def _ones(size: int) -> Tensor:
+    return torch.ones(size, dtype=torch.int32)

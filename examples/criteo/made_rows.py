@@ -1,120 +1,192 @@
-"""Made-up rows in Criteo's format whose labels only Tensor-Train (TT) tables can explain.
+"""Made-up Criteo rows whose labels only Tensor-Train (TT) tables can explain, of any number.
 
 A label is Bernoulli and its logit depends on the ids of a few columns that are kept in TT form, and
 on nothing else: in each of them an id has a hidden coordinate, smooth in the digits by which the
 table's cores are indexed, plus a part of its own for the hottest ids. The other columns and the
 integers carry no signal, so a model whose TT tables do not learn stays below an AUROC of 0.6, and
 the probabilities that the labels were drawn from give the best AUROC that any model can reach.
+
+Rows are made when they are read, any row on its own, so memory does not grow with their number. As
+a script it writes them as TSV:
+
+    python examples/criteo/made_rows.py --rows 1000000 --output made.tsv
 """
 
+import argparse
+import functools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-import torch
-from data import num_training_rows
-from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
-from torchrec.datasets.criteo import DEFAULT_INT_NAMES
+import numpy as np
+from blocks import NUM_CATS, NUM_INTS, Block, dense_of, split_rows
+from numpy.typing import NDArray
 
 from torchrec_tt.tt.factorize import factorize_rows
 
-# An id is rows * u**_POWER for uniform u, so id i has a probability of about i**(1 / _POWER - 1).
-# Small ids are the frequent ones, as where a vocabulary is numbered by first appearance.
-_POWER = 9
+# An id is rows * u**9 for uniform u, so id i has a probability of about i**(1 / 9 - 1). Small ids
+# are the frequent ones, as where a vocabulary is numbered by first appearance.
 _LOGIT_SCALE = 3.0  # the logit's standard deviation over the rows, about
 _LOGIT_BIAS = -1.0
 _NUM_HOT_IDS = 20
 _HOT_SCALE = 0.3
 _MISSING_RATIO = 0.05  # of the integers
 _CHUNK_ROWS = 8192
+_AUROC_BINS = 1 << 16
+
+# A chunk's streams of random numbers: 0 to 25 are the columns' ids.
+_INTS_STREAM, _LABELS_STREAM, _SIGNAL_STREAM = NUM_CATS, NUM_CATS + 1, NUM_CATS + 2
+
+# A bijection of 32-bit ids (odd, so invertible): as Criteo's hashes, they then tell no rank.
+_SCATTER = 0x9E3779B1
 
 
-def write_made_rows(
-    path: Path,
-    *,
-    num_rows: int,
-    num_embeddings: Sequence[int],
-    signal_columns: Sequence[int],
-    seed: int,
-) -> float:
-    """Writes rows to `path` and returns the best AUROC that a model can reach on its test rows.
+@dataclass(frozen=True, kw_only=True)
+class MadeRows:
+    """Rows, the same for the same attributes.
 
-    Args:
-        path: the TSV file to write.
-        num_rows: how many rows.
+    Attributes:
+        num_rows: how many.
         num_embeddings: rows of each categorical column's table; ids are below these.
         signal_columns: the categorical columns that the labels depend on.
-        seed: the same seed makes the same file.
-
-    Returns:
-        The AUROC of the labels' true probabilities over the rows that `data.scan` leaves for
-        testing.
+        seed: of all random numbers.
     """
-    generator = torch.Generator().manual_seed(seed)
-    hidden = {c: _HiddenCoordinate(num_embeddings[c], generator) for c in signal_columns}
-    scale = _LOGIT_SCALE / math.sqrt(len(signal_columns))
-    probabilities, labels = [], []
-    with path.open("w", encoding="ascii") as file:
-        for start in range(0, num_rows, _CHUNK_ROWS):
-            size = min(_CHUNK_ROWS, num_rows - start)
-            ids = [_draw_ids(size, rows, generator) for rows in num_embeddings]  # 26 of [size]
-            coordinates = torch.stack([hidden[c](ids[c]) for c in signal_columns])
-            chance = (coordinates.sum(dim=0) * scale + _LOGIT_BIAS).sigmoid()  # [size]
-            clicks = torch.bernoulli(chance, generator=generator).long()
-            _write_lines(file, clicks, ints=_draw_ints(size, generator), ids=ids)
-            probabilities.append(chance)
-            labels.append(clicks)
-    start = num_training_rows(num_rows)
-    return binary_auroc(torch.cat(probabilities)[start:], torch.cat(labels)[start:]).item()
+
+    num_rows: int
+    num_embeddings: Sequence[int]
+    signal_columns: Sequence[int]
+    seed: int
+
+    def read(self, rows: range) -> Iterator[Block]:
+        """See `blocks.Source`."""
+        for chunk, part in self._chunks(rows):
+            ints, is_missing = self._ints(chunk)
+            block = Block(
+                labels=self._labels(chunk)[0],
+                dense=dense_of(np.where(is_missing, 0, ints)),
+                ids=np.stack([self._ids(chunk, column) for column in range(NUM_CATS)]),
+            )
+            yield block[part]
+
+    def best_auroc(self, rows: range) -> float:
+        """Returns the AUROC of the labels' true probabilities, which no model can beat."""
+        counts = np.zeros((2, _AUROC_BINS), np.int64)  # labels by their probability
+        for chunk, part in self._chunks(rows):
+            labels, chances = (values[part] for values in self._labels(chunk))
+            places = (chances * _AUROC_BINS).astype(np.int64).clip(max=_AUROC_BINS - 1)
+            np.add.at(counts, (labels, places), 1)
+        negatives, positives = counts.astype(np.float64)
+        below = negatives.cumsum() - negatives / 2
+        pairs = negatives.sum() * positives.sum()
+        return float((positives * below).sum() / pairs) if pairs else math.nan
+
+    def lines(self, *, is_scattered: bool = False) -> Iterator[bytes]:
+        """Yields the rows as TSV, some lines at a time.
+
+        Args:
+            is_scattered: whether ids are spread over 32 bits, as Criteo's hashed ids are; a table
+                then needs a vocabulary (prepare.py) to learn anything from them.
+        """
+        for chunk, part in self._chunks(range(self.num_rows)):
+            ints, is_missing = (values[part] for values in self._ints(chunk))
+            texts = np.where(is_missing, "", ints.astype("U20")).tolist()
+            ids = np.stack([self._ids(chunk, column)[part] for column in range(NUM_CATS)], axis=1)
+            if is_scattered:
+                ids = ids * _SCATTER % 2**32
+            words = ids.astype(">u4")  # [N, 26]
+            labels = self._labels(chunk)[0][part].tolist()
+            yield "".join(
+                "\t".join((str(label), *text, row.tobytes().hex("\t", 4))) + "\n"
+                for label, text, row in zip(labels, texts, words, strict=True)
+            ).encode()
+
+    def _chunks(self, rows: range) -> Iterator[tuple[int, slice]]:
+        """Yields chunks and which of their rows are among `rows`."""
+        while len(rows):
+            chunk = rows.start // _CHUNK_ROWS
+            first = chunk * _CHUNK_ROWS
+            stop = min(first + _CHUNK_ROWS, rows.stop)
+            part = range(rows.start, stop, rows.step)
+            yield chunk, slice(part.start - first, stop - first, rows.step)
+            rows = rows[len(part) :]
+
+    def _random(self, chunk: int, stream: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, stream, chunk]))
+
+    def _ids(self, chunk: int, column: int) -> NDArray[np.int64]:  # [_CHUNK_ROWS]
+        uniform = self._random(chunk, column).random(_CHUNK_ROWS)
+        square = uniform * uniform
+        eighth = (square * square) ** 2
+        rows = self.num_embeddings[column]
+        return (rows * (eighth * uniform)).astype(np.int64).clip(max=rows - 1)
+
+    def _ints(self, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Log-normal counts, a few of them -1, and which are missing; [_CHUNK_ROWS, 13] both."""
+        random = self._random(chunk, _INTS_STREAM)
+        shape = (_CHUNK_ROWS, NUM_INTS)
+        counts = np.exp(1.5 * random.standard_normal(shape)).astype(np.int64) - 1
+        return counts, random.random(shape) < _MISSING_RATIO
+
+    def _labels(self, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The labels and the probabilities that they were drawn from; [_CHUNK_ROWS] both."""
+        total = sum(hidden(self._ids(chunk, c)) for c, hidden in self._hidden.items())
+        logits = total * (_LOGIT_SCALE / math.sqrt(len(self._hidden))) + _LOGIT_BIAS
+        chances = 1 / (1 + np.exp(-logits))
+        uniform = self._random(chunk, _LABELS_STREAM).random(_CHUNK_ROWS)
+        return (uniform < chances).astype(np.int64), chances
+
+    @functools.cached_property
+    def _hidden(self) -> dict[int, "_HiddenCoordinate"]:
+        random = self._random(0, _SIGNAL_STREAM)
+        return {c: _HiddenCoordinate(self.num_embeddings[c], random) for c in self.signal_columns}
 
 
 class _HiddenCoordinate:
     """h(id) = sqrt(2 / d) * sum_k cos(2 pi (digit_k / m_k + phase_k)), plus the id's own part."""
 
-    def __init__(self, num_embeddings: int, generator: torch.Generator) -> None:
+    def __init__(self, num_embeddings: int, random: np.random.Generator) -> None:
         self.row_factors = factorize_rows(num_embeddings)
-        self.phases = torch.rand(len(self.row_factors), generator=generator).tolist()
-        self.own = _HOT_SCALE * torch.randn(
-            min(_NUM_HOT_IDS, num_embeddings), generator=generator, dtype=torch.float64
-        )
+        self.phases = random.random(len(self.row_factors)).tolist()
+        self.own = _HOT_SCALE * random.standard_normal(min(_NUM_HOT_IDS, num_embeddings))
 
-    def __call__(self, ids: Tensor) -> Tensor:  # [N] to [N] float64
-        smooth = torch.zeros(ids.shape, dtype=torch.float64)
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:  # [N] both
+        smooth = np.zeros(ids.shape)
         rest = ids
         for m, phase in zip(reversed(self.row_factors), reversed(self.phases), strict=True):
-            smooth += torch.cos(2 * math.pi * (rest % m / m + phase))
+            smooth += np.cos(2 * math.pi * (rest % m / m + phase))
             rest = rest // m
         is_hot = ids < len(self.own)
-        own = torch.where(is_hot, self.own[ids * is_hot], 0.0)
+        own = np.where(is_hot, self.own[ids * is_hot], 0.0)
         return smooth * math.sqrt(2 / len(self.row_factors)) + own
 
 
-def _draw_ids(size: int, num_embeddings: int, generator: torch.Generator) -> Tensor:  # [size] int64
-    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
-    return (num_embeddings * uniform**_POWER).long().clamp_(max=num_embeddings - 1)
+def write_made_rows(path: Path, rows: MadeRows, *, is_scattered: bool = False) -> float:
+    """Writes TSV and returns the best AUROC that a model can reach on its test rows."""
+    with path.open("wb") as file:
+        file.writelines(rows.lines(is_scattered=is_scattered))
+    return rows.best_auroc(split_rows([rows.num_rows])["test"])
 
 
-def _draw_ints(size: int, generator: torch.Generator) -> list[list[int | None]]:
-    """Draws `size` rows of log-normal counts, a few of them -1, a few missing."""
-    shape = (size, len(DEFAULT_INT_NAMES))
-    counts = torch.randn(shape, generator=generator).mul_(1.5).exp_().long() - 1
-    is_missing = torch.rand(shape, generator=generator) < _MISSING_RATIO
-    return [
-        [None if missing else count for count, missing in zip(*row, strict=True)]
-        for row in zip(counts.tolist(), is_missing.tolist(), strict=True)
-    ]
+def main(argv: Sequence[str] | None = None) -> None:
+    from data import KAGGLE_NUM_EMBEDDINGS, TERABYTE_NUM_EMBEDDINGS  # which imports this file
+
+    parser = argparse.ArgumentParser(description="Write made-up Criteo rows as TSV.")
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="the TSV file")
+    parser.add_argument("--tables", choices=("kaggle", "terabyte"), default="kaggle")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scatter", action="store_true", help="spread ids over 32 bits")
+    args = parser.parse_args(argv)
+    sizes = {"kaggle": KAGGLE_NUM_EMBEDDINGS, "terabyte": TERABYTE_NUM_EMBEDDINGS}[args.tables]
+    largest = sorted(range(NUM_CATS), key=lambda column: -sizes[column])
+    rows = MadeRows(
+        num_rows=args.rows, num_embeddings=sizes, signal_columns=largest[4:7], seed=args.seed
+    )
+    best = write_made_rows(args.output, rows, is_scattered=args.scatter)
+    sys.stdout.write(f"{args.output}: {args.rows} rows, best reachable AUROC {best:.4f}\n")
 
 
-def _write_lines(
-    file: TextIO,
-    labels: Tensor,  # [size]
-    *,
-    ints: list[list[int | None]],
-    ids: list[Tensor],  # 26 of [size]
-) -> None:
-    columns = torch.stack(ids, dim=1).tolist()
-    for label, row_ints, row_ids in zip(labels.tolist(), ints, columns, strict=True):
-        numbers = "\t".join("" if value is None else str(value) for value in row_ints)
-        file.write(f"{label}\t{numbers}\t" + "\t".join(f"{i:08x}" for i in row_ids) + "\n")
+if __name__ == "__main__":
+    main()

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from data import KAGGLE_NUM_EMBEDDINGS, CriteoFile, Split, read_batches, scan
-from made_rows import write_made_rows
+from blocks import Split
+from data import KAGGLE_NUM_EMBEDDINGS, CriteoDataset, made_dataset, open_dataset
 from model import (
     OptimizerConfig,
     configs_of_file,
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def prepare(
     args: argparse.Namespace,
-) -> tuple[list[EmbeddingBagConfig], CriteoFile, dict[str, float]]:
+) -> tuple[list[EmbeddingBagConfig], CriteoDataset, dict[str, float]]:
     """Returns the tables, the checked rows, and what is known of them if they are made up.
 
     Raises:
@@ -165,23 +165,22 @@ def prepare(
     if dist.get_rank() == 0:
         (args.output_dir / "metrics.json").unlink(missing_ok=True)
     if args.data != MADE:
-        return configs, scan(Path(args.data)), {}
-    path = args.output_dir / "made.tsv"
-    best_auroc = [0.0]
-    if dist.get_rank() == 0:
-        best_auroc[0] = write_made_rows(
-            path,
-            num_rows=args.made_rows,
-            num_embeddings=args.num_embeddings_per_feature,
-            signal_columns=tt_columns[-_MADE_SIGNAL_COLUMNS:],
-            seed=args.seed,
+        return (
+            configs,
+            open_dataset(Path(args.data), num_embeddings=args.num_embeddings_per_feature),
+            {},
         )
-    dist.broadcast_object_list(best_auroc)
-    return configs, scan(path), {"best_auroc": best_auroc[0]}
+    rows = made_dataset(
+        args.made_rows,
+        num_embeddings=args.num_embeddings_per_feature,
+        signal_columns=tt_columns[-_MADE_SIGNAL_COLUMNS:],
+        seed=args.seed,
+    )
+    return configs, rows, {"best_auroc": rows.best_auroc}
 
 
 def run(
-    args: argparse.Namespace, *, configs: list[EmbeddingBagConfig], file: CriteoFile
+    args: argparse.Namespace, *, configs: list[EmbeddingBagConfig], file: CriteoDataset
 ) -> dict[str, Any]:
     """Trains and tests the model, then the uncompressed one if asked, and returns the metrics.
 
@@ -191,8 +190,8 @@ def run(
     """
     outcome = train_and_evaluate(configs, file=file, args=args)
     metrics = {
-        "train_rows": file.num_train_rows,
-        "test_rows": file.num_test_rows,
+        "train_rows": file.num_rows("train"),
+        "test_rows": file.num_rows("test"),
         "steps": outcome.steps,
         **dataclasses.asdict(outcome.quality),
         **embedding_report(configs, outcome.sharding_types),
@@ -212,7 +211,7 @@ def run(
 
 
 def train_and_evaluate(
-    configs: list[EmbeddingBagConfig], *, file: CriteoFile, args: argparse.Namespace
+    configs: list[EmbeddingBagConfig], *, file: CriteoDataset, args: argparse.Namespace
 ) -> Outcome:
     """Trains a DLRM of these tables on the file's training rows and tests it on the rest."""
     torch.manual_seed(args.seed)
@@ -235,7 +234,7 @@ def train_and_evaluate(
     model.eval()
     return Outcome(
         steps=steps,
-        samples_per_second=args.epochs * file.num_train_rows / seconds,
+        samples_per_second=args.epochs * file.num_rows("train") / seconds,
         sharding_types=sharding_types(model),
         row_caches=row_cache_report(model),
         quality=evaluate(pipeline, file=file, args=args),
@@ -243,7 +242,7 @@ def train_and_evaluate(
 
 
 def train_epoch(
-    pipeline: TrainPipelineSparseDist, *, file: CriteoFile, args: argparse.Namespace, epoch: int
+    pipeline: TrainPipelineSparseDist, *, file: CriteoDataset, args: argparse.Namespace, epoch: int
 ) -> int:
     """Trains on every training row once and returns the number of steps.
 
@@ -275,7 +274,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(
-    pipeline: TrainPipelineSparseDist, *, file: CriteoFile, args: argparse.Namespace
+    pipeline: TrainPipelineSparseDist, *, file: CriteoDataset, args: argparse.Namespace
 ) -> Quality:
     """Returns the quality of the predictions for all test rows."""
     batches = _batches(file, "test", args=args, batch_size=args.test_batch_size)
@@ -292,7 +291,7 @@ def evaluate(
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
     # Rows went to the ranks in turn, and a rank with a row less has its last one twice.
-    logits, labels = torch.stack(parts, dim=2).flatten(1)[:, : file.num_test_rows]
+    logits, labels = torch.stack(parts, dim=2).flatten(1)[:, : file.num_rows("test")]
     return measure(logits, labels.long())
 
 
@@ -322,12 +321,10 @@ def _exit(error: Exception) -> NoReturn:
 
 
 def _batches(
-    file: CriteoFile, split: Split, *, args: argparse.Namespace, batch_size: int
+    file: CriteoDataset, split: Split, *, args: argparse.Namespace, batch_size: int
 ) -> Iterator[Batch]:
-    return read_batches(
-        file,
+    return file.batches(
         split,
-        num_embeddings=args.num_embeddings_per_feature,
         batch_size=batch_size,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -1,30 +1,19 @@
 import gzip
-import math
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
-from data import KAGGLE_NUM_EMBEDDINGS, make_batch, read_batches, scan
+from criteo_lines import NUM_CATS, line, numbered, write
+from data import KAGGLE_NUM_EMBEDDINGS, TERABYTE_NUM_EMBEDDINGS, made_dataset, open_dataset
+from tsv_files import chunks
 
-NUM_INTS, NUM_CATS = 13, 26
 SMALL = (1000,) * NUM_CATS
+SPLITS = ("train", "val", "test")
 
 
-def line(label=0, *, ints=(), cats=()):
-    """A row's text, blank where nothing is given."""
-    ints = [*ints, *[""] * (NUM_INTS - len(ints))]
-    cats = [*cats, *[""] * (NUM_CATS - len(cats))]
-    return "\t".join(str(value) for value in [label, *ints, *cats])
-
-
-def write(path, lines, *, end="\n"):
-    path.write_bytes("".join(text + end for text in lines).encode())
-    return path
-
-
-def numbered(num_rows):
-    """Rows whose first id is their place, with both labels in every split."""
-    return [line(i % 2, cats=[f"{i:x}"]) for i in range(num_rows)]
+def opened(path, *, num_embeddings=SMALL):
+    return open_dataset(path, num_embeddings=num_embeddings)
 
 
 def places(batches):
@@ -37,145 +26,274 @@ def flat(batches):
     return list(chain.from_iterable(places(batches)))
 
 
-def test_kaggle_tables_have_the_published_number_of_rows():
-    assert len(KAGGLE_NUM_EMBEDDINGS) == NUM_CATS
+def save_npy(folder, prefix, rows, *, sparse_dtype, labels_shape=(-1, 1)):
+    """Saves rows whose first id is their place, as TorchRec's scripts do."""
+    sparse = np.zeros((len(rows), NUM_CATS), sparse_dtype)
+    sparse[:, 0] = rows
+    labels = np.array([row % 2 for row in rows], np.int32).reshape(labels_shape)
+    for kind, array in (
+        ("dense", np.ones((len(rows), 13), np.float32)),
+        ("sparse", sparse),
+        ("labels", labels),
+    ):
+        np.save(folder / f"{prefix}_{kind}.npy", array)
+
+
+def make_files(form, folder):
+    """Makes 42 rows of a form whose first id is their place and returns their path."""
+    path, text = folder / "rows", "".join(f"{text}\n" for text in numbered(42)).encode()
+    days = [range(14), range(14, 36), range(36, 42)]
+    match form:
+        case "plain":
+            path.write_bytes(text)
+        case "gzip":
+            path.write_bytes(gzip.compress(text))
+        case "gzip of two members":
+            path.write_bytes(gzip.compress(text[:500]) + gzip.compress(text[500:]))
+        case "windows line ends":
+            path.write_bytes(text.replace(b"\n", b"\r\n"))
+        case "no last line end":
+            path.write_bytes(text.removesuffix(b"\n"))
+        case "days" | "gzip days":
+            path.mkdir()
+            for i, rows in enumerate(days):
+                part = "".join(f"{x}\n" for x in numbered(len(rows), first=rows[0])).encode()
+                gz = form == "gzip days"
+                name = f"day_{i}" + (".gz" if gz else "")
+                (path / name).write_bytes(gzip.compress(part) if gz else part)
+        case "raw npy days" | "shuffled npy days":
+            path.mkdir()
+            dtype = np.int64 if form == "raw npy days" else np.int32
+            for i, rows in enumerate(days):
+                save_npy(path, f"day_{i}", rows, sparse_dtype=dtype)
+        case "npy":
+            path.mkdir()
+            save_npy(path, "train", range(42), sparse_dtype=np.int64, labels_shape=(-1,))
+    return path
+
+
+FORMS = (
+    *("plain", "gzip", "gzip of two members", "windows line ends", "no last line end", "days"),
+    *("gzip days", "raw npy days", "shuffled npy days", "npy"),
+)
+
+
+def test_tables_have_the_published_number_of_rows():
+    assert len(KAGGLE_NUM_EMBEDDINGS) == len(TERABYTE_NUM_EMBEDDINGS) == NUM_CATS
     assert sum(KAGGLE_NUM_EMBEDDINGS) == 33_762_577
+    assert sum(TERABYTE_NUM_EMBEDDINGS) == 49_126_297
 
 
-def test_batch_is_column_major_with_one_id_a_bag():
-    rows = [line(1, cats=["a", "b"]).encode(), line(0, cats=["c", "d"]).encode()]
-    batch = make_batch(rows, num_embeddings=torch.tensor(SMALL))
+def test_batch_is_column_major_with_one_id_a_bag(tmp_path):
+    rows = [line(1, cats=["a", "b"]), line(0, cats=["c", "d"])] * 14
+    (batch,) = opened(write(tmp_path / "rows", rows)).batches("val", batch_size=9)
     assert batch.labels.tolist() == [1, 0]
+    assert batch.labels.dtype == torch.int64
     assert batch.sparse_features.values()[:4].tolist() == [10, 12, 11, 13]
     assert batch.sparse_features.lengths().tolist() == [1] * (2 * NUM_CATS)
     assert batch.sparse_features.stride() == 2
+    assert batch.dense_features.shape == (2, 13)
 
 
-def test_ids_are_exact_int64_modulo_the_rows_of_their_table():
+def test_ids_are_exact_int64_modulo_the_rows_of_their_table(tmp_path):
     ids = ["ffffffff", "fffffffffffffff", "", "0"]
-    sizes = torch.tensor((10131227, 2**59 + 55, *SMALL[2:]))
-    batch = make_batch([line(cats=ids).encode()], num_embeddings=sizes)
+    path = write(tmp_path / "rows", [line(i % 2, cats=ids) for i in range(28)])
+    sizes = (10131227, 2**59 + 55, *SMALL[2:])
+    batch = next(opened(path, num_embeddings=sizes).batches("train", batch_size=1))
     values = batch.sparse_features.values()
     assert values.dtype == torch.int64
     assert values[:4].tolist() == [0xFFFFFFFF % 10131227, (2**60 - 1) % (2**59 + 55), 0, 0]
 
 
-def test_u68_integers_are_finite_whatever_their_sign_and_zero_where_missing():
-    row = line(ints=[-3, -1, 0, "", 5, 10**18 - 1]).encode()
-    dense = make_batch([row], num_embeddings=torch.tensor(SMALL)).dense_features
-    assert dense.dtype == torch.float32
-    assert dense[0, :5].tolist() == pytest.approx([0, 0, 0, 0, math.log(6)])
-    assert dense.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("0\t1\t2", "must have 40 tab-separated fields, got 3"),
-        ("", "must have 40 tab-separated fields, got 1"),
-        (line() + "\t", "must have 40 tab-separated fields, got 41"),
-        (line(2), "the label must be 0 or 1, got b'2'"),
-        (line(""), "the label must be 0 or 1, got b''"),
-        (line(ints=[1, "1.5"]), "int_1 must be an integer of at most 18 digits, got b'1.5'"),
-        (line(ints=["1_0"]), "int_0 must be an integer of at most 18 digits, got b'1_0'"),
-        (line(ints=[10**18]), "int_0 must be an integer of at most 18 digits"),
-        (line(cats=["", "xyz"]), "cat_1 must be at most 15 hexadecimal digits, got b'xyz'"),
-        (line(cats=["-1"]), "cat_0 must be at most 15 hexadecimal digits, got b'-1'"),
-        (line(cats=["0" * 16]), "cat_0 must be at most 15 hexadecimal digits"),
-    ],
-)
-def test_malformed_line_is_named_with_its_file_number_and_fault(tmp_path, text, fault):
-    rows = numbered(20)
-    rows[3] = text
+def test_malformed_line_is_named_with_its_file_and_number(tmp_path):
+    rows = numbered(20_000)
+    rows[12_345] = line(2)
     path = write(tmp_path / "rows.tsv", rows)
-    with pytest.raises(ValueError, match=r"rows\.tsv, line 4: ") as caught:
-        scan(path)
-    assert fault in str(caught.value)
-
-
-def test_empty_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must hold Criteo rows, got an empty file"):
-        scan(write(tmp_path / "rows.tsv", []))
+    with pytest.raises(ValueError, match=r"rows\.tsv, line 12346: the label must be 0 or 1"):
+        opened(path)
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0] * 14, "the training rows must hold both labels .* got 0 positive of 12"),
-        ([1] * 14, "the training rows must hold both labels .* got 12 positive of 12"),
-        ([0, 1] * 6 + [0, 0], "the test rows must hold both labels .* got 0 positive of 2"),
-        ([0, 1] * 6 + [1, 1], "the test rows must hold both labels .* got 2 positive of 2"),
-        ([1], "the training rows must hold both labels .* got 0 positive of 0"),
+        ([0] * 28, r"the train rows must hold both labels .* got \[0\] in 24 rows"),
+        ([1] * 28, r"the train rows must hold both labels .* got \[1\] in 24 rows"),
+        ([0, 1] * 12 + [0, 0, 0, 1], r"the val rows must hold both labels .* got \[0\] in 2 rows"),
+        ([0, 1] * 13 + [1, 1], r"the test rows must hold both labels .* got \[1\] in 2 rows"),
+        ([1], r"the train rows must hold both labels .* got \[\] in 0 rows"),
     ],
 )
 def test_split_with_one_label_is_refused(tmp_path, labels, message):
-    path = write(tmp_path / "rows.tsv", [line(label) for label in labels])
     with pytest.raises(ValueError, match=message):
-        scan(path)
+        opened(write(tmp_path / "rows.tsv", [line(label) for label in labels]))
 
 
 def test_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        scan(tmp_path / "absent.tsv")
+        opened(tmp_path / "absent.tsv")
+
+
+def test_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must hold Criteo rows, got an empty file"):
+        opened(write(tmp_path / "rows.tsv", []))
 
 
 def test_damaged_gzip_is_refused(tmp_path):
     path = tmp_path / "rows.tsv.gz"
     path.write_bytes(gzip.compress("\n".join(numbered(1000)).encode())[:-20])
     with pytest.raises(ValueError, match="must be a whole gzip file"):
-        scan(path)
+        opened(path)
 
 
-def test_u66_train_and_test_rows_are_disjoint_in_time_order_and_sum_to_all(tmp_path):
-    file = scan(write(tmp_path / "rows.tsv", numbered(100)))
-    assert (file.num_train_rows, file.num_test_rows, file.num_rows) == (85, 15, 100)
-    rows = {
-        split: flat(read_batches(file, split, num_embeddings=SMALL, batch_size=8))
-        for split in ("train", "test")
+def test_file_without_line_ends_is_refused(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_bytes(bytes(1_000_000))
+    with pytest.raises(ValueError, match=r"rows\.tsv: a line must have at most 262144 bytes"):
+        opened(path)
+
+
+def test_file_that_shrank_since_it_was_checked_is_refused(tmp_path):
+    path = write(tmp_path / "rows.tsv", numbered(42))
+    rows = opened(path)
+    write(path, numbered(20))
+    with pytest.raises(ValueError, match=r"rows\.tsv: must still have 42 rows, got 20"):
+        list(rows.batches("train", batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], r"must have day_0, day_1, \.\.\. \(plain or \.gz\) or \*_dense\.npy, got neither"),
+        (["day_0", "day_0.gz"], "must have one file for day 0, got two"),
+        (["day_0_dense.npy", "train_dense.npy"], "must have either day_.* or train_dense.npy"),
+        (["x_dense.npy"], r"must have either day_.* or train_dense.npy, got \['x'\]"),
+    ],
+)
+def test_folder_of_no_one_form_is_refused(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "array", "message"),
+    [
+        ("dense", np.ones((42, 12), np.float32), r"_dense\.npy must be \[N, 13\] of float32, got"),
+        ("sparse", np.ones((42, 26), np.float32), r"_sparse\.npy must be .* int32 or int64, got"),
+        ("labels", np.ones((41, 1), np.int32), "must have equally many rows, got .*41"),
+        ("labels", np.full((42, 1), -1, np.int32), r"the train rows must hold both labels"),
+    ],
+)
+def test_npy_of_another_form_is_refused(tmp_path, kind, array, message):
+    path = make_files("npy", tmp_path)
+    np.save(path / f"train_{kind}.npy", array)
+    with pytest.raises(ValueError, match=message):
+        opened(path)
+
+
+def test_npy_that_was_cut_is_refused(tmp_path):
+    path = make_files("npy", tmp_path)
+    sparse = path / "train_sparse.npy"
+    sparse.write_bytes(sparse.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"train_sparse\.npy must be a whole npy file"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("dense", np.inf, r"train_dense\.npy, row 7: int_0 must be finite, got inf"),
+        ("labels", -1, r"train_labels\.npy, row 7: the label must be 0 or 1, got -1"),
+    ],
+)
+def test_npy_value_that_cannot_be_is_named(tmp_path, kind, value, message):  # U68
+    path = make_files("npy", tmp_path)
+    array = np.load(path / f"train_{kind}.npy")
+    array[7] = value
+    np.save(path / f"train_{kind}.npy", array)
+    with pytest.raises(ValueError, match=message):
+        list(opened(path).batches("train", batch_size=8, rank=1, world_size=2))
+
+
+def test_u66_splits_are_disjoint_in_time_order_and_sum_to_all(tmp_path):
+    rows = opened(write(tmp_path / "rows.tsv", numbered(101)))
+    found = {split: flat(rows.batches(split, batch_size=8)) for split in SPLITS}
+    assert found == {
+        "train": list(range(86)),
+        "val": list(range(86, 94)),
+        "test": list(range(94, 101)),
     }
-    assert rows == {"train": list(range(85)), "test": list(range(85, 100))}
+    assert [rows.num_rows(split) for split in SPLITS] == [86, 8, 7]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("form", ["plain", "gzip", "windows line ends", "no last line end"])
-def test_u67_every_form_of_a_file_loads_in_every_split(tmp_path, split, form):
-    path = tmp_path / "rows"
-    write(path, numbered(40), end="\r\n" if form == "windows line ends" else "\n")
-    if form == "gzip":
-        path.write_bytes(gzip.compress(path.read_bytes()))
-    if form == "no last line end":
-        path.write_bytes(path.read_bytes().removesuffix(b"\n"))
-    batches = read_batches(scan(path), split, num_embeddings=SMALL, batch_size=64)
-    assert places(batches) == [list(range(34)) if split == "train" else list(range(34, 40))]
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("form", FORMS)
+def test_u67_every_form_of_rows_loads_in_every_split(tmp_path, split, form):
+    rows = opened(make_files(form, tmp_path))  # one file: sevenths; days: the last is halved
+    expected = {"train": range(36), "val": range(36, 39), "test": range(39, 42)}[split]
+    assert flat(rows.batches(split, batch_size=5)) == list(expected)
+    batch = next(rows.batches(split, batch_size=64))
+    assert batch.labels.tolist() == [row % 2 for row in expected]
+    assert batch.dense_features.isfinite().all()
 
 
+@pytest.mark.parametrize("form", ["plain", "gzip days", "shuffled npy days", "made"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_rows", [28, 29, 100])
-def test_ranks_share_every_row_in_equally_many_batches_of_equal_sizes(
-    tmp_path, num_rows, world_size
-):
-    file = scan(write(tmp_path / "rows.tsv", numbered(num_rows)))
+def test_ranks_share_every_row_in_equally_many_batches_of_equal_sizes(tmp_path, form, world_size):
+    if form == "made":
+        rows = made_dataset(42, num_embeddings=(2**31,) * 26, signal_columns=[1], seed=0)
+    else:
+        rows = opened(make_files(form, tmp_path))
+    whole = flat(rows.batches("train", batch_size=64))
     shares = [
-        places(
-            read_batches(
-                file, "train", num_embeddings=SMALL, batch_size=5, rank=r, world_size=world_size
-            )
-        )
+        places(rows.batches("train", batch_size=5, rank=r, world_size=world_size))
         for r in range(world_size)
     ]
     sizes = [[len(batch) for batch in share] for share in shares]
     assert all(other == sizes[0] for other in sizes)
-    assert len(sizes[0]) == file.num_batches("train", batch_size=5, world_size=world_size)
+    assert len(sizes[0]) == rows.num_batches("train", batch_size=5, world_size=world_size)
     in_turn = (
         torch.tensor([list(chain.from_iterable(share)) for share in shares]).T.flatten().tolist()
     )
-    assert in_turn[: file.num_train_rows] == list(range(file.num_train_rows))
-    assert set(in_turn[file.num_train_rows :]) <= {file.num_train_rows - 1}
+    assert in_turn[:36] == whole
+    assert set(in_turn[36:]) <= {whole[-1]}
+
+
+@pytest.mark.parametrize("form", ["plain", "gzip", "days", "raw npy days", "made"])
+def test_a_resumed_run_goes_on_at_its_row_with_any_number_of_ranks(tmp_path, form):
+    if form == "made":
+        rows = made_dataset(42, num_embeddings=(2**31,) * 26, signal_columns=[1], seed=0)
+    else:
+        rows = opened(make_files(form, tmp_path))
+    whole = flat(rows.batches("train", batch_size=64))
+    for start, world_size in ((0, 2), (8, 2), (15, 3), (35, 1)):
+        shares = [
+            flat(
+                rows.batches("train", batch_size=4, rank=r, world_size=world_size, start_row=start)
+            )
+            for r in range(world_size)
+        ]
+        rest = list(chain.from_iterable(zip(*shares, strict=True)))
+        assert rest[: 36 - start] == whole[start:]
+        assert rows.num_batches("train", batch_size=4, world_size=world_size, start_row=start) == -(
+            -(36 - start) // (4 * world_size)
+        )
+
+
+def test_rows_far_into_a_plain_file_are_found(tmp_path):
+    rows = opened(write(tmp_path / "rows", numbered(150_000)), num_embeddings=(10**6,) * 26)
+    assert len(rows.source.files[0].marks) == 3
+    assert flat(rows.batches("test", batch_size=4096)) == list(range(139_286, 150_000))
+
+
+def test_chunks_are_whole_lines(tmp_path):
+    path = write(tmp_path / "rows", ["abc", "de", "", "fghi"], end="\n")
+    with path.open("rb") as file:
+        assert list(chunks(file, path=path, size=5)) == [b"abc\n", b"de\n\n", b"fghi\n"]
 
 
 def test_each_epoch_reads_the_same_rows(tmp_path):
-    file = scan(write(tmp_path / "rows.tsv", numbered(30)))
-    epochs = [
-        places(read_batches(file, "train", num_embeddings=SMALL, batch_size=4)) for _ in range(2)
-    ]
+    rows = opened(write(tmp_path / "rows.tsv", numbered(30)))
+    epochs = [places(rows.batches("train", batch_size=4)) for _ in range(2)]
     assert epochs[0] == epochs[1]

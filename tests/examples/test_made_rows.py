@@ -1,25 +1,21 @@
 import pytest
 import torch
-from data import KAGGLE_NUM_EMBEDDINGS, read_batches, scan
-from made_rows import write_made_rows
+from blocks import concatenate
+from data import KAGGLE_NUM_EMBEDDINGS, made_dataset, open_dataset
+from made_rows import MadeRows, write_made_rows
 from torchmetrics.functional.classification import binary_auroc
 
 SMALL = (200,) * 26
 
 
-def make(path, *, num_rows=7000, num_embeddings=SMALL, signal_columns=(3, 7), seed=0):
-    best_auroc = write_made_rows(
-        path,
-        num_rows=num_rows,
-        num_embeddings=num_embeddings,
-        signal_columns=signal_columns,
-        seed=seed,
+def make(num_rows=7000, *, num_embeddings=SMALL, signal_columns=(3, 7), seed=0):
+    return made_dataset(
+        num_rows, num_embeddings=num_embeddings, signal_columns=signal_columns, seed=seed
     )
-    return best_auroc, scan(path)
 
 
-def whole_split(file, split, *, num_embeddings=SMALL):
-    (batch,) = read_batches(file, split, num_embeddings=num_embeddings, batch_size=file.num_rows)
+def whole_split(rows, split):
+    (batch,) = rows.batches(split, batch_size=rows.num_rows(split))
     return batch
 
 
@@ -32,20 +28,41 @@ def rate_auroc(train, test, *, column):
     return binary_auroc(scores, test.labels).item()
 
 
-def test_the_same_seed_makes_the_same_file(tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make(tmp_path / name, num_rows=700, seed=seed)
-    a, b, c = ((tmp_path / name).read_bytes() for name in "abc")
-    assert a == b
-    assert a != c
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_a_file_of_made_rows_has_the_same_rows(tmp_path, is_scattered):
+    made = MadeRows(num_rows=9000, num_embeddings=SMALL, signal_columns=[3], seed=0)
+    best = write_made_rows(tmp_path / "rows", made, is_scattered=is_scattered)
+    file = open_dataset(tmp_path / "rows", num_embeddings=(2**40,) * 26)
+    expected = concatenate(list(made.read(range(9000))))
+    found = concatenate(list(file.source.read(range(9000))))
+    assert found.labels.tolist() == expected.labels.tolist()
+    assert found.dense.tolist() == expected.dense.tolist()
+    ids = expected.ids * (0x9E3779B1 if is_scattered else 1) % 2**32
+    assert found.ids.tolist() == ids.tolist()
+    assert best == make(9000, signal_columns=[3]).best_auroc
 
 
-@pytest.mark.slow
-def test_ids_fill_the_kaggle_tables_by_a_power_law(tmp_path):
-    _, file = make(tmp_path / "rows", num_embeddings=KAGGLE_NUM_EMBEDDINGS)
-    unhashed = whole_split(file, "train", num_embeddings=(2**40,) * 26).sparse_features
+def test_other_seeds_make_other_rows():
+    first, other = (next(make(100, seed=seed).batches("train", batch_size=50)) for seed in (0, 1))
+    assert first.sparse_features.values().tolist() != other.sparse_features.values().tolist()
+    assert first.labels.tolist() != other.labels.tolist()
+
+
+def test_a_part_of_the_rows_is_that_of_the_whole():
+    made = MadeRows(num_rows=30_000, num_embeddings=SMALL, signal_columns=[3], seed=0)
+    whole = concatenate(list(made.read(range(30_000))))
+    for rows in (range(8190, 20_000, 3), range(29_999, 30_000), range(17_000, 17_001, 7)):
+        part = concatenate(list(made.read(rows)))
+        selected = slice(rows.start, rows.stop, rows.step)
+        assert part.ids.tolist() == whole.ids[:, selected].tolist()
+        assert part.labels.tolist() == whole.labels[selected].tolist()
+
+
+def test_ids_fill_the_kaggle_tables_by_a_power_law():
+    rows = make(num_embeddings=KAGGLE_NUM_EMBEDDINGS)
+    features = whole_split(rows, "train").sparse_features
     for column, num_embeddings in enumerate(KAGGLE_NUM_EMBEDDINGS):
-        ids = unhashed[f"cat_{column}"].values()
+        ids = features[f"cat_{column}"].values()
         assert ids.min() >= 0
         assert ids.max() < num_embeddings
         # P(id < rows / 512) = 512 ** (-1 / 9) = 1 / 2 where ids are rounded little.
@@ -54,18 +71,25 @@ def test_ids_fill_the_kaggle_tables_by_a_power_law(tmp_path):
 
 
 @pytest.mark.slow
-def test_labels_depend_on_the_signal_columns_alone(tmp_path):
-    best_auroc, file = make(tmp_path / "rows", num_rows=14_000)
-    train, test = whole_split(file, "train"), whole_split(file, "test")
+def test_labels_depend_on_the_signal_columns_alone():
+    rows = make(28_000)
+    train, test = whole_split(rows, "train"), whole_split(rows, "test")
     aurocs = [rate_auroc(train, test, column=column) for column in range(26)]
     signal = [aurocs.pop(7), aurocs.pop(3)]
     assert min(signal) > 0.6
-    assert max(signal) < best_auroc
+    assert max(signal) < rows.best_auroc
     assert max(abs(auroc - 0.5) for auroc in aurocs) < 0.04  # 2.8 standard errors of 2000 rows
 
 
 @pytest.mark.slow
-def test_best_auroc_is_reached_by_what_knows_the_only_signal_column(tmp_path):
-    best_auroc, file = make(tmp_path / "rows", num_rows=35_000, signal_columns=(3,))
-    train, test = whole_split(file, "train"), whole_split(file, "test")
-    assert rate_auroc(train, test, column=3) == pytest.approx(best_auroc, abs=0.01)
+def test_best_auroc_is_reached_by_what_knows_the_only_signal_column():
+    rows = make(70_000, signal_columns=(3,))
+    train, test = whole_split(rows, "train"), whole_split(rows, "test")
+    assert rate_auroc(train, test, column=3) == pytest.approx(rows.best_auroc, abs=0.015)
+
+
+def test_best_auroc_is_that_of_the_true_probabilities():
+    made = MadeRows(num_rows=9000, num_embeddings=SMALL, signal_columns=[3], seed=0)
+    labels, chances = made._labels(0)
+    exact = binary_auroc(torch.from_numpy(chances), torch.from_numpy(labels)).item()
+    assert made.best_auroc(range(len(labels))) == pytest.approx(exact, abs=1e-4)
