@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torchrec.fx
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torchrec.models.dlrm import DLRM
@@ -268,19 +267,6 @@ def test_cached_rows_stay_hot_with_what_they_learned() -> None:
     rows = bag.row_cache.rows[bag.row_cache.ids >= 0]
     assert_close(frozen(cached.view(-1, 1)), rows, rtol=2**-8, atol=0)
     assert_close(freeze(bag, "float32").to_dense(), bag.to_dense().detach())
-
-
-@pytest.mark.parametrize("trace", [fx.symbolic_trace, torchrec.fx.symbolic_trace])
-def test_a_frozen_collection_is_traced_with_tables_as_leaves(trace: Callable) -> None:
-    """U48: fx."""
-    collection = a_collection(cache=a_cache())
-    trained(collection, features())
-    frozen = freeze(collection, "int8")
-    traced = trace(frozen)
-    calls = [n.target for n in traced.graph.nodes if n.op == "call_module"]
-    assert calls == [f"embedding_bags.{name}" for name in ("t0", "t0", "r", "t1", "t2")]
-    assert_close(traced(features(4)).values(), frozen(features(4)).values(), rtol=0, atol=0)
-    assert traced.state_dict().keys() == frozen.state_dict().keys()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

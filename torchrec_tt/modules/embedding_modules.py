@@ -53,6 +53,15 @@ class TTCollection(FusedOptimizerModule):
         """Returns the tables by name; a TT table has `tt_cores`, a regular one `weight`."""
         return getattr(self, self.tables_name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses TorchRec's quantisation, which marks what it will quantise with a qconfig."""
+        if name == "qconfig" and value is not None:
+            raise NotImplementedError(
+                f"quantization_mapping must leave {type(self).__name__} out: TorchRec quantises "
+                "rows, a TT table has cores; torchrec_tt.freeze(model, 'int8') quantises those"
+            )
+        super().__setattr__(name, value)
+
     @property
     def device(self) -> torch.device:
         return self._device
