@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 # A Criteo TSV, plain or .gz; without it the example makes its own rows.
 DATA ?= made
-DEMO_FLAGS ?= $(if $(filter made,$(DATA)),--adagrad --learning_rate 0.03 --batch_size 128,--epochs 4 --compare_dense)
+CONFIGS := examples/criteo/configs
+DEMO_FLAGS ?= --config $(CONFIGS)/$(if $(filter made,$(DATA)),demo.yaml,kaggle.yaml --epochs 4 --compare_dense)
 
 export OMP_NUM_THREADS ?= 1
 

@@ -1,8 +1,9 @@
 """The DLRM of the Criteo example: which tables are Tensor-Train (TT), and how they are sharded."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
-from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -27,6 +28,7 @@ from torchrec_tt import (
     TTEmbeddingBagConfig,
     tt_planner,
 )
+from torchrec_tt.distributed.planner.stats import PlanReport
 from torchrec_tt.model_file import read_model_file
 
 _FLOAT_BYTES = 4
@@ -39,6 +41,41 @@ class OptimizerConfig:
     learning_rate: float
     adagrad: bool
     freeze_tt: bool
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLRMConfig:
+    """All of a DLRM but its tables.
+
+    Args:
+        dense_arch_layer_sizes: bottom MLP; ends in the embedding dimension.
+        over_arch_layer_sizes: top MLP; ends in 1.
+        interaction_type: of the dense and sparse features: "original" is pairwise dot products.
+        dcn_num_layers: of the cross network of "dcn".
+        dcn_low_rank_dim: of its layers.
+        interaction_branch1_layer_sizes: an MLP of "projection"; ends in a multiple of the
+            embedding dimension.
+        interaction_branch2_layer_sizes: the other.
+    """
+
+    dense_arch_layer_sizes: list[int]
+    over_arch_layer_sizes: list[int]
+    interaction_type: Literal["original", "dcn", "projection"] = "original"
+    dcn_num_layers: int = 3
+    dcn_low_rank_dim: int = 512
+    interaction_branch1_layer_sizes: list[int] = field(default_factory=lambda: [2048, 2048])
+    interaction_branch2_layer_sizes: list[int] = field(default_factory=lambda: [2048, 2048])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A model on `meta`, how it is to be sharded, and on rank 0 why so."""
+
+    model: DLRMTrain
+    sharders: list[ModuleSharder[nn.Module]]
+    plan: ShardingPlan
+    report: PlanReport | None
 
 
 def largest_columns(num_embeddings: Sequence[int], *, count: int) -> list[int]:
@@ -103,54 +140,79 @@ def dense_bytes(config: EmbeddingBagConfig) -> int:
     return config.num_embeddings * config.embedding_dim * _FLOAT_BYTES
 
 
-def sharded_dlrm(
+def plan_dlrm(
     configs: list[EmbeddingBagConfig],
     *,
-    dense_arch_layer_sizes: list[int],
-    over_arch_layer_sizes: list[int],
+    dlrm: DLRMConfig,
     batch_size: int,
     optimizer: OptimizerConfig,
     is_planned_freely: bool = False,
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Returns the DLRM sharded over the process group, and the optimizer of all its parameters.
+    fixed_types: Mapping[str, str] | None = None,
+) -> Planned:
+    """Returns the DLRM and a plan to shard it over the process group.
 
     Without TT tables it is stock TorchRec: its collection and its sharders.
 
     Args:
         configs: the tables.
-        dense_arch_layer_sizes: bottom MLP; ends in the embedding dimension.
-        over_arch_layer_sizes: top MLP; ends in 1.
+        dlrm: the rest of the model.
         batch_size: rows per rank, for the planner.
         optimizer: of the MLPs and of the tables.
         is_planned_freely: whether the planner chooses every table's sharding type; else the TT
             tables show all three of theirs.
+        fixed_types: each table's sharding type, in place of both.
 
     Raises:
         ValueError: if sizes do not fit together.
         PlannerError: if the tables do not fit the ranks.
     """
-    has_tt = any(isinstance(config, TTEmbeddingBagConfig) for config in configs)
-    collection_type = TTEmbeddingBagCollection if has_tt else EmbeddingBagCollection
-    model = DLRMTrain(
-        DLRM(
-            embedding_bag_collection=collection_type(tables=configs, device="meta"),
-            dense_in_features=len(DEFAULT_INT_NAMES),
-            dense_arch_layer_sizes=dense_arch_layer_sizes,
-            over_arch_layer_sizes=over_arch_layer_sizes,
-        )
-    )
+    model = DLRMTrain(_dlrm(configs, dlrm))
     sharders = _sharders(optimizer)
+    if fixed_types is None:
+        fixed_types = {} if is_planned_freely else _demonstration(configs)
     planner = tt_planner(
         Topology(world_size=dist.get_world_size(), compute_device="cpu"),
         batch_size=batch_size,
-        constraints={} if is_planned_freely else _constraints(configs),
+        constraints={
+            name: ParameterConstraints(sharding_types=[kind]) for name, kind in fixed_types.items()
+        },
         storage_reservation=FixedPercentageStorageReservation(percentage=0.05),
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    report = planner.report(model, sharders) if dist.get_rank() == 0 else None
+    return Planned(model=model, sharders=sharders, plan=plan, report=report)
+
+
+def shard(
+    planned: Planned, *, optimizer: OptimizerConfig
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Returns the sharded model, and the optimizer of all its parameters."""
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+        planned.model, device=torch.device("cpu"), plan=planned.plan, sharders=planned.sharders
     )
     return sharded, _optimizer(sharded, config=optimizer)
+
+
+def _dlrm(configs: list[EmbeddingBagConfig], dlrm: DLRMConfig) -> DLRM:
+    has_tt = any(isinstance(config, TTEmbeddingBagConfig) for config in configs)
+    collection_type = TTEmbeddingBagCollection if has_tt else EmbeddingBagCollection
+    common = {
+        "embedding_bag_collection": collection_type(tables=configs, device="meta"),
+        "dense_in_features": len(DEFAULT_INT_NAMES),
+        "dense_arch_layer_sizes": dlrm.dense_arch_layer_sizes,
+        "over_arch_layer_sizes": dlrm.over_arch_layer_sizes,
+    }
+    if dlrm.interaction_type == "dcn":
+        return DLRM_DCN(
+            **common, dcn_num_layers=dlrm.dcn_num_layers, dcn_low_rank_dim=dlrm.dcn_low_rank_dim
+        )
+    if dlrm.interaction_type == "projection":
+        return DLRM_Projection(
+            **common,
+            interaction_branch1_layer_sizes=dlrm.interaction_branch1_layer_sizes,
+            interaction_branch2_layer_sizes=dlrm.interaction_branch2_layer_sizes,
+        )
+    return DLRM(**common)
 
 
 def sharding_types(model: DistributedModelParallel) -> dict[str, str]:
@@ -168,6 +230,7 @@ def _sharders(config: OptimizerConfig) -> list[ModuleSharder[nn.Module]]:
     fused_params = {
         "optimizer": EmbOptimType.EXACT_ADAGRAD if config.adagrad else EmbOptimType.EXACT_SGD,
         "learning_rate": config.learning_rate,
+        "eps": config.eps,
     }
     return [
         TTEmbeddingBagCollectionSharder(fused_params=fused_params),
@@ -176,7 +239,7 @@ def _sharders(config: OptimizerConfig) -> list[ModuleSharder[nn.Module]]:
     ]
 
 
-def _constraints(configs: Sequence[EmbeddingBagConfig]) -> dict[str, ParameterConstraints]:
+def _demonstration(configs: Sequence[EmbeddingBagConfig]) -> dict[str, str]:
     """Gives the TT tables all three of their sharding types, the cheapest on CPUs the most.
 
     TABLE_WISE has no sum of core gradients; the largest table is ROW_WISE, which spreads its rows
@@ -190,7 +253,7 @@ def _constraints(configs: Sequence[EmbeddingBagConfig]) -> dict[str, ParameterCo
         types[tables[-1].name] = ShardingType.DATA_PARALLEL.value
     if tables:
         types[tables[0].name] = ShardingType.ROW_WISE.value
-    return {name: ParameterConstraints(sharding_types=[kind]) for name, kind in types.items()}
+    return types
 
 
 def _optimizer(model: DistributedModelParallel, *, config: OptimizerConfig) -> CombinedOptimizer:
@@ -204,14 +267,19 @@ def _optimizer(model: DistributedModelParallel, *, config: OptimizerConfig) -> C
         for group in model.fused_optimizer.param_groups:
             if any(id(parameter) in cores for parameter in group["params"]):
                 group["lr"] = 0.0
-    cls = torch.optim.Adagrad if config.adagrad else torch.optim.SGD
+
+    def with_params(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if config.adagrad:
+            return torch.optim.Adagrad(params, lr=config.learning_rate, eps=config.eps)
+        return torch.optim.SGD(params, lr=config.learning_rate)
+
     dense = KeyedOptimizerWrapper(
         {
             name: parameter
             for name, parameter in in_backward_optimizer_filter(model.named_parameters())
             if not (config.freeze_tt and _is_core(name))
         },
-        lambda params: cls(params, lr=config.learning_rate),
+        with_params,
     )
     return CombinedOptimizer([model.fused_optimizer, dense])
 

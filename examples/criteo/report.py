@@ -1,5 +1,6 @@
 """What the Criteo example measures: quality of predictions, bytes of tables, memory of a rank."""
 
+import dataclasses
 import math
 import resource
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from data import CriteoDataset
+from flags import Flags
 from model import dense_bytes, table_bytes
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -39,15 +42,34 @@ class Quality:
     normalized_entropy: float
     base_rate: float
 
+    def __str__(self) -> str:
+        low, high = self.auroc_interval
+        return (
+            f"AUROC {self.auroc:.4f} ({low:.4f} to {high:.4f}), logloss {self.logloss:.4f}, "
+            f"normalized entropy {self.normalized_entropy:.4f}, base rate {self.base_rate:.4f}"
+        )
+
 
 def measure(
     logits: Tensor,  # [N]
-    labels: Tensor,  # [N] integer 0 or 1, both present
+    labels: Tensor,  # [N] integer 0 or 1
 ) -> Quality:
-    """Returns the quality of the predictions `sigmoid(logits)`."""
+    """Returns the quality of the predictions `sigmoid(logits)`.
+
+    Where every label is the same, AUROC and normalized entropy are NaN: they are undefined.
+    """
     logits = logits.double()
     logloss = binary_cross_entropy_with_logits(logits, labels.double()).item()
     base_rate = labels.double().mean().item()
+    if base_rate in (0.0, 1.0):
+        nan = math.nan
+        return Quality(
+            auroc=nan,
+            auroc_interval=(nan, nan),
+            logloss=logloss,
+            normalized_entropy=nan,
+            base_rate=base_rate,
+        )
     entropy = -base_rate * math.log(base_rate) - (1 - base_rate) * math.log(1 - base_rate)
     auroc = binary_auroc(logits.sigmoid(), labels).item()
     error = _Z_95 * auroc_standard_error(logits, labels)
@@ -132,6 +154,51 @@ def peak_memory_bytes() -> int:
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # KiB on Linux
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak.item())
+
+
+def run_line(flags: Flags, rows: CriteoDataset) -> str:
+    """Returns one line that says what is trained on what, as a claim about AUROC needs it."""
+    ranks = dist.get_world_size()
+    optimizer = f"Adagrad, eps {flags.eps:g}" if flags.adagrad else "SGD"
+    train, val, test = (rows.num_rows(split) for split in ("train", "val", "test"))
+    return (
+        f"global batch {flags.batch_size * ranks} ({flags.batch_size} on each of {ranks} ranks), "
+        f"base learning rate {flags.learning_rate:g} ({optimizer}), {flags.epochs} x {train} "
+        f"training rows; validation on {val} rows; the results are of the test split, {test} rows"
+    )
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """Returns one line that says how good, and against what."""
+    names = [field.name for field in dataclasses.fields(Quality)]
+    parts = [str(Quality(**{name: metrics[name] for name in names}))]
+    if "best_auroc" in metrics:
+        parts.append(f"best reachable {metrics['best_auroc']:.4f}")
+    if "dense_auroc" in metrics:
+        parts.append(
+            f"uncompressed model {metrics['dense_auroc']:.4f} and {metrics['dense_logloss']:.4f} "
+            f"in {1 / metrics['time_ratio']:.2f} of the time"
+        )
+    parts.append(f"embeddings {metrics['compression_ratio']:.1f}x smaller")
+    if "row_caches" in metrics:
+        hits, misses = (
+            sum(table[name] for table in metrics["row_caches"].values())
+            for name in ("hits", "misses")
+        )
+        parts.append(f"{100 * hits / max(1, hits + misses):.1f} % of TT lookups cached")
+    parts.append(f"{metrics['samples_per_second']:.0f} samples/s")
+    parts.append(f"{100 * metrics['data_wait_ratio']:.1f} % of it waiting for rows")
+    parts.append(f"{metrics['peak_memory_bytes'] / 1e6:.0f} MB a rank")
+    return ", ".join(parts)
+
+
+def without_nan(value: Any) -> Any:
+    """Returns the value with None for each NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _ratio_below(

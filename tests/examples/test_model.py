@@ -3,12 +3,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from data import KAGGLE_NUM_EMBEDDINGS, make_batch
+from data import KAGGLE_NUM_EMBEDDINGS, made_dataset
 from model import (
+    DLRMConfig,
     OptimizerConfig,
     configs_of_file,
     largest_columns,
-    sharded_dlrm,
+    plan_dlrm,
+    shard,
     sharding_types,
     table_bytes,
     table_configs,
@@ -17,7 +19,7 @@ from model import (
 from torchrec_tt import TTEmbeddingBagConfig
 
 SIZES = (50, *(3,) * 22, 2000, 3000, 4000)
-ROWS = [b"\t".join([b"%d" % (i % 2), *[b"%d" % i] * 13, *[b"%x" % i] * 26]) for i in range(8)]
+BATCH_SIZE = 50
 
 
 @pytest.fixture
@@ -30,20 +32,22 @@ def one_rank():
 def small_dlrm(*, adagrad, freeze_tt):
     torch.manual_seed(0)
     configs = table_configs(SIZES, embedding_dim=8, tt_columns=(23, 24, 25), tt_ranks=(2, 2))
-    return sharded_dlrm(
+    config = OptimizerConfig(learning_rate=0.1, adagrad=adagrad, freeze_tt=freeze_tt)
+    planned = plan_dlrm(
         configs,
-        dense_arch_layer_sizes=[8],
-        over_arch_layer_sizes=[8, 1],
-        batch_size=len(ROWS),
-        optimizer=OptimizerConfig(learning_rate=0.1, adagrad=adagrad, freeze_tt=freeze_tt),
+        dlrm=DLRMConfig(dense_arch_layer_sizes=[8], over_arch_layer_sizes=[8, 1]),
+        batch_size=BATCH_SIZE,
+        optimizer=config,
     )
+    return shard(planned, optimizer=config)
 
 
 def moved_by_a_step(*, adagrad, freeze_tt):
     """Returns for the MLPs, and for the cores by sharding type, whether a step moved each."""
     model, optimizer = small_dlrm(adagrad=adagrad, freeze_tt=freeze_tt)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    loss, _ = model(make_batch(ROWS, num_embeddings=torch.tensor(SIZES)))
+    rows = made_dataset(70, num_embeddings=SIZES, signal_columns=[25], seed=0)
+    loss, _ = model(next(rows.batches("train", batch_size=BATCH_SIZE)))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

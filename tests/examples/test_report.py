@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from report import auroc_standard_error, embedding_report, measure
+from report import auroc_standard_error, embedding_report, measure, without_nan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_tt import TTEmbeddingBagConfig
@@ -23,6 +23,15 @@ def test_predicting_the_base_rate_has_a_normalized_entropy_of_one():
     quality = measure(torch.full((5,), math.log(0.2 / 0.8), dtype=torch.float64), labels)
     assert quality.normalized_entropy == pytest.approx(1.0)
     assert quality.auroc == 0.5
+
+
+def test_labels_that_are_all_the_same_have_no_auroc():
+    quality = measure(torch.tensor([0.0, 1.0]), torch.tensor([1, 1]))
+    assert math.isnan(quality.auroc)
+    assert math.isnan(quality.normalized_entropy)
+    assert quality.logloss == pytest.approx((math.log(2) + math.log1p(math.exp(-1))) / 2)
+    scores = without_nan({"auroc": quality.auroc, "interval": quality.auroc_interval, "rows": [2]})
+    assert scores == {"auroc": None, "interval": [None, None], "rows": [2]}
 
 
 def test_standard_error_is_delongs_over_every_pair():

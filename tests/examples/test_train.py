@@ -1,13 +1,17 @@
 import json
+import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from train import parse_args
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "criteo" / "train.py"
+CONFIGS = SCRIPT.parent / "configs"
 KAGGLE_ROWS = ROOT.parent / "shared" / "data" / "criteo_kaggle_8k.tsv.gz"
 SMALL = ",".join(str(40 + 100 * column) for column in range(26))
 SMALL_FLAGS = (
@@ -16,9 +20,14 @@ SMALL_FLAGS = (
     *("--dense_arch_layer_sizes", "32,16", "--over_arch_layer_sizes", "32,1"),
 )
 METRICS = {
-    *("ranks", "data", "train_rows", "test_rows", "steps", "auroc", "auroc_interval", "logloss"),
-    *("normalized_entropy", "base_rate", "dense_embedding_bytes", "embedding_bytes"),
-    *("compression_ratio", "peak_memory_bytes", "samples_per_second", "tables"),
+    *("ranks", "data", "global_batch_size", "optimizer", "learning_rate", "quality_split"),
+    *("train_rows", "val_rows", "test_rows", "validations"),
+    *("dense_embedding_bytes", "embedding_bytes", "compression_ratio", "tables"),
+    "peak_memory_bytes",
+}
+SCORES = {
+    *("steps", "auroc", "auroc_interval", "logloss", "normalized_entropy", "base_rate"),
+    *("samples_per_second", "data_wait_ratio"),
 }
 
 
@@ -27,7 +36,7 @@ def train(*flags, ranks=2):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), SCRIPT, *flags],
-        env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,48 +61,18 @@ def errors(run):
     return {text for text in run.stderr.splitlines() if "train.py: error: " in text}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num_embeddings_per_feature", "1,2"], "must have 26 entries, got 2"),
-        (["--num_embeddings_per_feature", "1,x"], "must be a positive integer, got x"),
-        (["--tt_tables", "27"], "--tt_tables must be 1 to 26, got 27"),
-        (["--dense_arch_layer_sizes", "64,8"], "must end in --embedding_dim 16, got [64, 8]"),
-        (["--over_arch_layer_sizes", "64,2"], "must have two layers or more and end in 1"),
-        (["--over_arch_layer_sizes", "1"], "must have two layers or more and end in 1"),
-        (["--batch_size", "0"], "must be a positive integer, got 0"),
-        (["--learning_rate", "-1"], "must be a positive number, got -1"),
-        (["--learning_rate", "nan"], "must be a positive number, got nan"),
-        (["--learning_rate", "inf"], "must be a positive number, got inf"),
-        (["--epochs", "x"], "must be a positive integer, got x"),
-        (["--tt_cores", "5"], "invalid choice: 5"),
-        (["--tt_cache", "1.5"], "must be in (0, 1), got 1.5"),
-    ],
-)
-def test_flags_that_cannot_be_exit_with_one_line(capsys, flags, message):
-    with pytest.raises(SystemExit) as caught:
-        parse_args(flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_defaults_are_the_papers_kaggle_model():
-    args = parse_args([])
-    assert args.embedding_dim == 16
-    assert args.dense_arch_layer_sizes == [512, 256, 64, 16]
-    assert args.over_arch_layer_sizes == [512, 256, 1]
-    assert (args.learning_rate, args.adagrad) == (0.1, False)
-    assert (args.tt_tables, args.tt_rank, args.tt_cores) == (7, 32, 3)
-
-
 @pytest.mark.slow
 def test_two_ranks_train_both_models_and_measure_them(tmp_path):
     metrics = trained(*SMALL_FLAGS, "--epochs", "2", "--compare_dense", output_dir=tmp_path)
     assert set(metrics) == {
         *METRICS,
-        *("best_auroc", "dense_auroc", "dense_logloss", "dense_samples_per_second"),
+        *SCORES,
+        *(f"dense_{name}" for name in SCORES),
+        *("best_auroc", "time_ratio"),
     }
-    assert (metrics["ranks"], metrics["train_rows"], metrics["test_rows"]) == (2, 1200, 100)
+    assert (metrics["ranks"], metrics["global_batch_size"]) == (2, 128)
+    assert [metrics[f"{split}_rows"] for split in ("train", "val", "test")] == [1200, 100, 100]
+    assert [v["step"] for v in metrics["validations"]] == [10, 20]
     assert metrics["steps"] == 2 * -(-1200 // 128)
     assert len(metrics["tables"]) == 26
     assert metrics["embedding_bytes"] == sum(table["bytes"] for table in metrics["tables"])
@@ -122,7 +101,7 @@ def test_row_caches_of_both_ranks_are_counted_together(tmp_path):
 
 @pytest.mark.slow
 def test_one_process_trains_without_torchrun(tmp_path):
-    metrics = trained(*SMALL_FLAGS, "--adagrad", output_dir=tmp_path, ranks=1)
+    metrics = trained(*SMALL_FLAGS, "--no-adagrad", output_dir=tmp_path, ranks=1)
     assert (metrics["ranks"], metrics["steps"]) == (1, -(-1200 // 128))
 
 
@@ -140,7 +119,8 @@ def test_malformed_line_ends_the_job_with_one_line(tmp_path):
 @pytest.mark.slow
 def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):
     (tmp_path / "metrics.json").write_text("of an earlier run")
-    run = train(*SMALL_FLAGS, "--learning_rate", "1e30", "--output_dir", str(tmp_path))
+    flags = ("--no-adagrad", "--learning_rate", "1e30")
+    run = train(*SMALL_FLAGS, *flags, "--output_dir", str(tmp_path))
     assert run.returncode != 0
     (text,) = errors(run)
     assert text.startswith("train.py: error: loss must be finite, got nan by step 10 of epoch 0")
@@ -150,8 +130,95 @@ def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not KAGGLE_ROWS.exists(), reason=f"{KAGGLE_ROWS} is not there")
 def test_kaggle_rows_train_in_seven_tt_tables_of_rank_32(tmp_path):
-    metrics = trained("--data", str(KAGGLE_ROWS), "--epochs", "4", output_dir=tmp_path)
-    assert (metrics["train_rows"], metrics["test_rows"]) == (6857, 571)
+    flags = ("--config", str(CONFIGS / "kaggle.yaml"), "--data", str(KAGGLE_ROWS), "--epochs", "4")
+    metrics = trained(*flags, output_dir=tmp_path)
+    assert [metrics[f"{split}_rows"] for split in ("train", "val", "test")] == [6857, 572, 571]
     assert metrics["compression_ratio"] == pytest.approx(117.4, abs=0.05)
     assert metrics["auroc"] > 0.66
     assert metrics["peak_memory_bytes"] < 2e9
+
+
+@pytest.mark.slow
+def test_default_flags_learn_a_planted_signal(tmp_path):  # U65
+    """The label is the parity of cat_0, one in ten of them wrong: the best AUROC is 0.90."""
+    path = tmp_path / "rows.tsv"
+    generator = random.Random(0)
+    ids = [f"{generator.getrandbits(32):08x}" for _ in range(1460)]
+    with path.open("w") as file:
+        for _ in range(20_000):
+            cats = [generator.choice(ids), *(f"{generator.getrandbits(32):08x}" for _ in range(25))]
+            label = int(cats[0], 16) % 2 ^ (generator.random() < 0.1)
+            ints = [str(generator.randrange(50)) for _ in range(13)]
+            file.write("\t".join([str(label), *ints, *cats]) + "\n")
+    assert trained("--data", str(path), output_dir=tmp_path, ranks=1)["auroc"] > 0.85
+
+
+@pytest.mark.slow
+def test_a_run_says_what_it_trains_on_and_how_good_it_is(tmp_path):  # U73, U74
+    flags = (*SMALL_FLAGS, "--batch_size", "96", "--epochs", "2", "--output_dir", str(tmp_path))
+    run = train(*flags, ranks=1)
+    assert (
+        "global batch 96 (96 on each of 1 ranks), base learning rate 0.03 (Adagrad, eps 1e-08), "
+        "2 x 1200 training rows; validation on 100 rows; the results are of the test split, "
+        "100 rows\n"
+    ) in run.stderr
+    number = r"0\.\d{4}"
+    scores = (
+        rf"AUROC {number} \({number} to {number}\), logloss {number}, "
+        rf"normalized entropy \d\.\d{{4}}, base rate {number}"
+    )
+    assert len(re.findall(f"samples/s: validation {scores}\n", run.stderr)) == 2
+    assert re.match(f"{scores}, best reachable {number}, embeddings ", run.stdout)
+    assert "\r" not in run.stderr  # no bar in a log
+
+
+@pytest.mark.slow
+def test_limits_and_frequencies_count_batches(tmp_path):
+    flags = (
+        *("--limit_train_batches", "5", "--validation_freq_within_epoch", "2", "--epochs", "2"),
+        *("--limit_val_batches", "1", "--limit_test_batches", "1", "--test_batch_size", "32"),
+        *("--lr_warmup_steps", "4", "--lr_decay_start", "6", "--lr_decay_steps", "4", "--print_lr"),
+    )
+    run = train(*SMALL_FLAGS, *flags, "--output_dir", str(tmp_path), ranks=1)
+    assert run.returncode == 0, run.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["steps"] == 10
+    assert [v["step"] for v in metrics["validations"]] == [2, 4, 5, 7, 9, 10]
+    rates = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("lr:")]
+    scales = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 9 / 16, 4 / 16, 1 / 16, 1 / 16]
+    assert rates == pytest.approx([0.03 * scale for scale in scales])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interaction", ["dcn", "projection"])
+def test_other_interactions_train(tmp_path, interaction):
+    flags = (
+        *("--interaction_type", interaction, "--dcn_num_layers", "2", "--dcn_low_rank_dim", "8"),
+        *("--interaction_branch1_layer_sizes", "32,32"),
+        *("--interaction_branch2_layer_sizes", "32,16"),
+    )
+    assert trained(*SMALL_FLAGS, *flags, output_dir=tmp_path, ranks=1)["steps"] == 10
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_rows(tmp_path):
+    flags = (*SMALL_FLAGS[2:], "--plan_only", "--data", "nowhere.tsv")
+    run = train(*flags, "--output_dir", str(tmp_path / "none"))
+    assert run.returncode == 0, run.stderr
+    for column in range(26):
+        assert f"t_cat_{column} " in run.stdout
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_profile_and_tensorboard_write_their_files(tmp_path):
+    events = tmp_path / "events"
+    flags = ("--profile", "--batch_size", "40", "--tensorboard_dir", str(events))
+    run = train(*SMALL_FLAGS, *flags, "--output_dir", str(tmp_path), ranks=1)
+    assert run.returncode == 0, run.stderr
+    assert "Self CPU %" in run.stdout
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert any(event.get("name") == "## next_batch ##" for event in trace["traceEvents"])
+    found = EventAccumulator(str(events)).Reload()
+    assert [event.step for event in found.Scalars("validation/auroc")] == [30]
+    assert found.Scalars("train/learning_rate")[0].value == pytest.approx(0.03)

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: what they hold, when one fits, which are kept.
+
+A checkpoint is a folder named by its step, written by torch.distributed.checkpoint, and `run.json`
+in it. It counts once its `.metadata` is there, which is written last; its removal begins with that.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_tt import checkpoint
+
+_RUN_FILE = "run.json"
+_METADATA_FILE = ".metadata"  # of torch.distributed.checkpoint
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        epoch: passes through the rows that are done.
+        row: of this epoch's rows, all before it are trained on, whichever rank had them.
+        epoch_step: steps of this epoch that are done.
+        step: steps of all epochs.
+        seconds: in training steps.
+        wait_seconds: of these, what the slowest rank waited for rows.
+        validations: a record for each.
+    """
+
+    epoch: int = 0
+    row: int = 0
+    epoch_step: int = 0
+    step: int = 0
+    rows_trained: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint's `run.json`.
+
+    Attributes:
+        path: the checkpoint.
+        ranks: of the run that wrote it.
+        settings: what a run that resumes from it must have too, each by its name.
+        sharding_types: of its tables.
+        progress: how far it was.
+    """
+
+    path: Path
+    ranks: int
+    settings: dict[str, Any]
+    sharding_types: dict[str, str]
+    progress: dict[str, Any]
+
+
+def find(folder: Path, *, resume: bool) -> Saved | None:
+    """Returns the newest complete checkpoint in `folder`, the same on every rank, or None.
+
+    Raises:
+        ValueError: if there is one, and the run is not to resume: it would be mixed with others.
+    """
+    path = checkpoint.latest(folder)
+    if path is None:
+        return None
+    if not resume:
+        raise ValueError(
+            f"--checkpoint_dir must be without checkpoints unless --resume is given, got {path}"
+        )
+    return Saved(path=path, **json.loads((path / _RUN_FILE).read_text()))
+
+
+def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
+    """Refuses a run with other settings.
+
+    Raises:
+        ValueError: that names the first setting that differs, and both values.
+    """
+    for name in {**saved.settings, **settings}:
+        old, new = saved.settings.get(name), settings.get(name)
+        if old != new:
+            raise ValueError(f"{name} must be {old} to resume from {saved.path}, got {new}")
+
+
+def save(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    progress: Progress,
+    settings: Mapping[str, Any],
+    sharding_types: Mapping[str, str],
+    keep: int,
+) -> None:
+    """Writes a checkpoint and removes all but the newest `keep`; a collective.
+
+    Raises:
+        CheckpointException: if it cannot be written; those before stay.
+    """
+    path = folder / str(progress.step)
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)  # what a run left that died in this save
+        path.mkdir(parents=True)
+        run = {
+            "ranks": dist.get_world_size(),
+            "settings": settings,
+            "sharding_types": sharding_types,
+            "progress": dataclasses.asdict(progress),
+        }
+        (path / _RUN_FILE).write_text(json.dumps(run))
+    dist.barrier()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": {str(dist.get_rank()): torch.get_rng_state()},
+    }
+    dcp.save(state, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        _remove_old(folder, keep=keep)
+
+
+def restore(saved: Saved, *, model: nn.Module, optimizer: KeyedOptimizer) -> Progress:
+    """Loads the checkpoint into the model and its optimizer, and returns how far the run was.
+
+    Raises:
+        CheckpointException: if it cannot be read.
+    """
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    has_rng = dist.get_rank() < saved.ranks
+    if has_rng:
+        state["rng"] = {str(dist.get_rank()): torch.get_rng_state()}
+    checkpoint.load(state, model=model, checkpoint_id=saved.path)
+    optimizer.load_state_dict(state["optimizer"])
+    if has_rng:
+        torch.set_rng_state(state["rng"][str(dist.get_rank())])
+    return Progress(**saved.progress)
+
+
+def _remove_old(folder: Path, *, keep: int) -> None:
+    complete = [path.parent for path in folder.glob(f"*/{_METADATA_FILE}")]
+    for path in sorted(complete, key=lambda path: int(path.name))[:-keep]:
+        (path / _METADATA_FILE).unlink()
+        shutil.rmtree(path)
