@@ -354,11 +354,27 @@ def test_wrong_hot_rows_are_refused(hot_rows: object, message: str) -> None:
         freeze(a_collection(), hot_rows=hot_rows)
 
 
-def test_hot_rows_of_sequences_are_refused() -> None:
-    with pytest.raises(
-        NotImplementedError, match="hot_rows must be of pooled tables, got table ''"
-    ):
-        freeze(TTEmbedding(1000, 16, tt_ranks=[8]), hot_rows=torch.tensor([1]))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hot_rows_of_sequences(dtype: str) -> None:
+    torch.manual_seed(0)
+    embedding = TTEmbedding(1000, 16, tt_ranks=[8])
+    ids = torch.arange(60)
+    frozen = freeze(embedding, dtype, hot_rows=ids[:30])
+    expected = embedding(ids)
+    assert_close(frozen(ids)[:30], expected[:30], rtol=2**-8, atol=1e-6)
+    assert_near(frozen(ids)[30:], expected[30:], dtype=dtype)
+
+
+def test_subclasses_are_refused() -> None:
+    class Bag(TTEmbeddingBag):
+        """Adds something."""
+
+    class Collection(TTEmbeddingBagCollection):
+        """Adds something."""
+
+    for model in (Bag(1000, 16, tt_ranks=[8]), Collection(tables())):
+        with pytest.raises(NotImplementedError, match=r"themselves, got .*: what a subclass adds"):
+            freeze(model)
 
 
 def test_models_that_cannot_be_frozen_are_refused() -> None:

@@ -10,15 +10,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_tt.modules.cores import TTCores
+from torchrec_tt.modules.embedding import TTEmbedding
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
 from torchrec_tt.modules.frozen_tables import FrozenTable, FrozenTTEmbedding, FrozenTTEmbeddingBag
+from torchrec_tt.modules.row_folding import CoreRows
+from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.ops.row_counter import place_rows
-from torchrec_tt.tt.cores import rows as tt_rows
 from torchrec_tt.tt.quantization import quantize_core
 from torchrec_tt.tt.row_cache import num_slots
 
 FrozenDType = Literal["float32", "bfloat16", "int8"]
-_ROWS_AT_ONCE = 16384  # of hot rows: their slices of the cores are copied
+_FROZEN: dict[type, type[FrozenTable]] = {
+    TTEmbeddingBag: FrozenTTEmbeddingBag,
+    TTEmbedding: FrozenTTEmbedding,
+}
 _FULL = 0.9  # of the slots that hot rows get: two sets of 8 to choose from fill so far
 
 
@@ -44,13 +49,13 @@ def freeze(
             slice (`torchrec_tt.tt.quantization`). Hot rows are float32 with "float32" cores, else
             bfloat16. Sums and outputs are float32.
         hot_rows: ids of rows to keep as rows, [H] int32 or int64, by the table's name in its
-            collection, or by the path of a TTEmbeddingBag in `model`; for a TTEmbeddingBag alone,
-            the ids. None: those of row caches only. Of pooled tables.
+            collection, or by the path of a module of one table in `model`; for such a module alone,
+            the ids. None: those of row caches only.
 
     Raises:
         ValueError: for an unknown dtype, a model without TT tables, on "meta" or wrapped, cores or
             rows that are not finite, tables in `hot_rows` that are not there, ids out of range.
-        NotImplementedError: for a sharded model, and for "int8" on CUDA.
+        NotImplementedError: for a sharded model, subclasses of the four, and "int8" on CUDA.
 
     Example:
         >>> bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=[16, 16], mode="sum")
@@ -126,6 +131,11 @@ def _check_unsharded(model: nn.Module) -> None:
             )
         if isinstance(module, FrozenTable):
             raise ValueError(f"model must not be frozen yet, {where}: freeze the trained model")
+        if isinstance(module, TTCores) and type(module) not in _FROZEN:
+            raise NotImplementedError(
+                f"model must hold {[kind.__name__ for kind in _FROZEN]} themselves, {where}: what "
+                "a subclass adds would be lost"
+            )
 
 
 def _hot_ids(
@@ -143,11 +153,6 @@ def _hot_ids(
     for name, ids in hot_rows.items():
         if name not in tables:
             raise ValueError(f"hot_rows must be of the TT tables {list(tables)}, got {name!r}")
-        if not isinstance(tables[name], TTEmbeddingBag):
-            raise NotImplementedError(
-                f"hot_rows must be of pooled tables, got table {name!r} of a "
-                f"{type(tables[name]).__name__}"
-            )
         _check_ids(ids, name=name, num_embeddings=tables[name].num_embeddings)
     return dict(hot_rows)
 
@@ -183,8 +188,7 @@ def _frozen(
         "hot_ids": slots,
         "hot_rows": rows.to(narrow),
     }
-    kind = FrozenTTEmbeddingBag if isinstance(table, TTEmbeddingBag) else FrozenTTEmbedding
-    return kind(table, **state)
+    return _FROZEN[type(table)](table, **state)
 
 
 def _check_cores(cores: list[Tensor], *, name: str, dtype: FrozenDType) -> None:
@@ -222,9 +226,9 @@ def _hot_values(
     if hot_ids is not None:
         asked = hot_ids.to(device, torch.int64).unique()
         asked = asked[~torch.isin(asked, ids)]
-        cores = [core.detach().float() for core in table.tt_cores]
-        computed = [tt_rows(cores, part, shape=table.shape) for part in asked.split(_ROWS_AT_ONCE)]
-        ids, values = torch.cat([ids, asked]), torch.cat([values, *computed])
+        rows = CoreRows(TTTable(name=name, shape=table.shape), asked)
+        computed = rows.values([core.detach().float() for core in table.tt_cores])
+        ids, values = torch.cat([ids, asked]), torch.cat([values, computed])
     return ids, values
 
 

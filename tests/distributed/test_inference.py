@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 from torchrec.inference.state_dict_transform import state_dict_gather
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -107,3 +109,16 @@ def test_row_caches_of_two_ranks_become_hot_rows(two_ranks: Ranks, tmp_path: Pat
 
 def test_a_sharded_model_is_refused_and_told_what_to_do(two_ranks: Ranks) -> None:
     two_ranks.run(refuse)
+
+
+def shard_frozen(rank: int) -> None:
+    frozen = freeze(unsharded())
+    plan = ShardingPlan(plan={})
+    with pytest.raises(NotImplementedError, match="must be given the model that was trained"):
+        DistributedModelParallel(
+            frozen, device=torch.device("cpu"), plan=plan, sharders=[sharder()]
+        )
+
+
+def test_a_frozen_model_is_refused_by_distributed_model_parallel(two_ranks: Ranks) -> None:
+    two_ranks.run(shard_frozen)

@@ -153,4 +153,9 @@ _FROZEN: dict[type, type] = {
 
 def frozen_collection(collection: TTCollection, tables: Mapping[str, FrozenTable]) -> Any:
     """Returns the frozen collection in place of `collection`, with these TT tables."""
+    if type(collection) not in _FROZEN:
+        raise NotImplementedError(
+            f"model must hold {[kind.__name__ for kind in _FROZEN]} themselves, got a "
+            f"{type(collection).__name__}: what a subclass adds would be lost"
+        )
     return _FROZEN[type(collection)](collection, tables)
