@@ -1,11 +1,15 @@
-"""Lookups of a frozen table in bfloat16 and INT8 over the same in float32, in one process.
+"""Lookups of frozen tables in bfloat16 and INT8 over the same in float32, and what they lose.
 
-A table of 10,131,227 rows, dim 64, rank 32. Each round calls all three on the same batch, in an
-order that changes; a figure is the median over the rounds of one call's time over float32's.
+speed: a table of 10,131,227 rows, dim 64, rank 32. Each round calls all three on the same batch, in
+an order that changes; a figure is the median over the rounds of one call's time over float32's.
 `cold`: other memory was read before each call, more than a core's own cache holds, as where a model
 has layers.
 
-Prints one table; `--json` writes its lines as records.
+error: of rows, root mean square over that of the rows, with cores as tables draw them; and a model
+of 4 tables (100,000 rows, dim 16, rank 16) trained on a planted signal: the error of its rows, and
+its logloss on held-out samples.
+
+Prints tables; `--json` writes their lines as records.
 
     OMP_NUM_THREADS=1 python benchmarks/inference.py
 """
@@ -18,6 +22,8 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
 from torchrec_tt import TTEmbeddingBag, freeze
 from torchrec_tt.inference import FrozenDType
@@ -27,10 +33,12 @@ ROWS = 10_131_227
 CASES = ((16384, 1), (2048, 15), (512, 1), (64, 1), (1, 1))  # bags, ids of each
 DTYPES: tuple[FrozenDType, ...] = ("float32", "bfloat16", "int8")
 OTHER_BYTES = 8 << 20
+TRAINED_ROWS, STEPS = 100_000, 600
+DIGITS = (1, 50, 2500)  # places of the ids' digits
 
 
 def measure(
-    bags: dict[str, torch.nn.Module], *, num_bags: int, size: int, is_cold: bool, seconds: float
+    bags: dict[str, nn.Module], *, num_bags: int, size: int, is_cold: bool, seconds: float
 ) -> dict[str, list[float]]:
     """Seconds of every call by dtype, round by round."""
     times: dict[str, list[float]] = {dtype: [] for dtype in bags}
@@ -50,26 +58,16 @@ def measure(
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of every case")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    random.seed(0)
+def speed(seconds: float) -> list[dict]:
     bag = TTEmbeddingBag(
         ROWS, 64, tt_ranks=[32, 32], row_factors=[200, 220, 250], col_factors=[4, 4, 4], mode="sum"
     )
     bags = {dtype: freeze(bag, dtype) for dtype in DTYPES}
-    threads = torch.get_num_threads()
-    print(f"torch {torch.__version__}, {cpu_isa()}, {threads} thread(s), {ROWS:,} rows, dim 64")
     print(f"{'bags x ids':>12} {'caches':>6} {'float32 us':>11} {'bfloat16':>9} {'int8':>7} rounds")
     records = []
     for num_bags, size in CASES:
         for is_cold in (False, True):
-            times = measure(
-                bags, num_bags=num_bags, size=size, is_cold=is_cold, seconds=args.seconds
-            )
+            times = measure(bags, num_bags=num_bags, size=size, is_cold=is_cold, seconds=seconds)
             ratios = {
                 dtype: statistics.median(
                     a / b for a, b in zip(times[dtype], times["float32"], strict=True)
@@ -85,6 +83,93 @@ def main() -> None:
             records.append(
                 {"bags": num_bags, "ids": size, "caches": caches, "float32_us": base, **ratios}
             )
+    return records
+
+
+class Model(nn.Module):
+    """A sample has one id of each table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            TTEmbeddingBag(TRAINED_ROWS, 16, tt_ranks=[16, 16], mode="sum") for _ in range(4)
+        )
+        self.over = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:  # [B, 4] -> [B]
+        rows = [bag(ids[:, t : t + 1]) for t, bag in enumerate(self.bags)]
+        return self.over(torch.cat(rows, dim=1)).squeeze(1)
+
+
+def samples(count: int) -> tuple[Tensor, Tensor]:  # [count, 4] and [count]
+    """Ids and labels: a sum over the tables of waves over the ids' digits."""
+    ids = torch.randint(0, TRAINED_ROWS, (count, 4))
+    waves = torch.stack([(ids // place % 50 * 0.37).sin() for place in DIGITS])  # [3, count, 4]
+    return ids, torch.bernoulli(waves.sum(dim=(0, 2)).sigmoid())
+
+
+def trained() -> Model:
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    for _ in range(STEPS):
+        ids, labels = samples(2048)
+        loss = F.binary_cross_entropy_with_logits(model(ids), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def row_error(bag: TTEmbeddingBag, dtype: FrozenDType) -> float:
+    ids = torch.arange(0, bag.num_embeddings, 7).unsqueeze(1)
+    with torch.no_grad():
+        exact = bag(ids)
+        return float((freeze(bag, dtype)(ids) - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+def logloss(model: nn.Module, ids: Tensor, labels: Tensor) -> float:
+    return float(F.binary_cross_entropy_with_logits(model(ids), labels))
+
+
+def error() -> list[dict]:
+    records = []
+    print(f"{'error of rows':>20} {'bfloat16':>9} {'int8':>9}")
+    bags: dict[str, TTEmbeddingBag] = {
+        init: TTEmbeddingBag(TRAINED_ROWS, 64, tt_ranks=[32, 32], mode="sum", tt_init=init)
+        for init in ("sampled_gaussian", "gaussian", "uniform")
+    }
+    model = trained()
+    bags |= {f"trained {t}": bag for t, bag in enumerate(model.bags)}
+    for title, bag in bags.items():
+        errors = {dtype: row_error(bag, dtype) for dtype in DTYPES[1:]}
+        print(f"{title:>20} {errors['bfloat16']:9.4f} {errors['int8']:9.4f}")
+        records.append({"rows": title, **errors})
+    ids, labels = samples(100_000)
+    losses: dict[str, float] = {
+        dtype: logloss(freeze(model, dtype), ids, labels) for dtype in DTYPES
+    }
+    share = labels.mean()
+    losses["constant"] = float(F.binary_cross_entropy(share.expand(len(labels)), labels))
+    print("logloss: " + ", ".join(f"{dtype} {loss:.5f}" for dtype, loss in losses.items()))
+    return [*records, {"logloss": losses}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", help="speed, error; all if none is given")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of every case of speed")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if unknown := set(args.sections) - {"speed", "error"}:
+        parser.error(f"sections must be speed or error, got {sorted(unknown)}")
+    torch.manual_seed(0)
+    random.seed(0)
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, {cpu_isa()}, {threads} thread(s)")
+    wanted = args.sections or ["speed", "error"]
+    records = speed(args.seconds) if "speed" in wanted else []
+    records += error() if "error" in wanted else []
     if args.json:
         args.json.write_text(json.dumps(records, indent=1))
 
