@@ -5,6 +5,9 @@ an order that changes; a figure is the median over the rounds of one call's time
 `cold`: other memory was read before each call, more than a core's own cache holds, as where a model
 has layers.
 
+tables: a TTEmbeddingBagCollection of 26 tables (1,000,000 rows, dim 64, rank 32), one id of each a
+sample: as it was trained, in the mode of evaluation, and frozen; medians.
+
 error: of rows, root mean square over that of the rows, with cores as tables draw them; and a model
 of 4 tables (100,000 rows, dim 16, rank 16) trained on a planted signal: the error of its rows, and
 its logloss on held-out samples.
@@ -24,14 +27,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_tt import TTEmbeddingBag, freeze
+from torchrec_tt import TTEmbeddingBag, TTEmbeddingBagCollection, TTEmbeddingBagConfig, freeze
 from torchrec_tt.inference import FrozenDType
 from torchrec_tt.ops.embedding_bag import cpu_isa
 
 ROWS = 10_131_227
 CASES = ((16384, 1), (2048, 15), (512, 1), (64, 1), (1, 1))  # bags, ids of each
 DTYPES: tuple[FrozenDType, ...] = ("float32", "bfloat16", "int8")
+SECTIONS = ("speed", "tables", "error")
 OTHER_BYTES = 8 << 20
 TRAINED_ROWS, STEPS = 100_000, 600
 DIGITS = (1, 50, 2500)  # places of the ids' digits
@@ -83,6 +88,39 @@ def speed(seconds: float) -> list[dict]:
             records.append(
                 {"bags": num_bags, "ids": size, "caches": caches, "float32_us": base, **ratios}
             )
+    return records
+
+
+@torch.no_grad()
+def tables() -> list[dict]:
+    names = [f"t{t}" for t in range(26)]
+    collection = TTEmbeddingBagCollection(
+        [
+            TTEmbeddingBagConfig(
+                name=name,
+                num_embeddings=1_000_000,
+                embedding_dim=64,
+                feature_names=[name],
+                tt_ranks=[32, 32],
+            )
+            for name in names
+        ]
+    ).eval()
+    models = {"trained": collection, **{dtype: freeze(collection, dtype) for dtype in DTYPES}}
+    print(f"{'samples':>12}" + "".join(f"{name + ' ms':>13}" for name in models))
+    records = []
+    for samples in (1, 64, 1024):
+        ids = torch.randint(0, 1_000_000, (samples * len(names),))
+        features = KeyedJaggedTensor(names, ids, lengths=torch.ones_like(ids))
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for _ in range(50 if samples > 64 else 200):
+            for name, model in models.items():
+                begin = time.perf_counter()
+                model(features)
+                times[name].append(1e3 * (time.perf_counter() - begin))
+        medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+        print(f"{samples:12}" + "".join(f"{ms:13.2f}" for ms in medians.values()))
+        records.append({"samples": samples, **medians})
     return records
 
 
@@ -157,18 +195,19 @@ def error() -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", help="speed, error; all if none is given")
+    parser.add_argument("sections", nargs="*", help="speed, tables, error; all if none is given")
     parser.add_argument("--seconds", type=float, default=3.0, help="of every case of speed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if unknown := set(args.sections) - {"speed", "error"}:
-        parser.error(f"sections must be speed or error, got {sorted(unknown)}")
+    if unknown := set(args.sections) - set(SECTIONS):
+        parser.error(f"sections must be of {SECTIONS}, got {sorted(unknown)}")
     torch.manual_seed(0)
     random.seed(0)
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {cpu_isa()}, {threads} thread(s)")
-    wanted = args.sections or ["speed", "error"]
+    wanted = args.sections or SECTIONS
     records = speed(args.seconds) if "speed" in wanted else []
+    records += tables() if "tables" in wanted else []
     records += error() if "error" in wanted else []
     if args.json:
         args.json.write_text(json.dumps(records, indent=1))

@@ -347,6 +347,7 @@ def test_cached_rows_that_are_not_finite_are_refused() -> None:
         ({"t0": [1, 2]}, r"hot_rows must be ids \[H\] int32 or int64 .*, got \[1, 2\]"),
         ({"r": torch.tensor([1])}, r"hot_rows must be of the TT tables \['t0', 't1', .* got 'r'"),
         (torch.tensor([1]), "hot_rows must give ids by table for a model with"),
+        ([1, 2], "hot_rows must be ids or a mapping from tables to ids, got list"),
     ],
 )
 def test_wrong_hot_rows_are_refused(hot_rows: object, message: str) -> None:
@@ -378,6 +379,8 @@ def test_subclasses_are_refused() -> None:
 
 
 def test_models_that_cannot_be_frozen_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got OrderedDict"):
+        freeze(a_bag().state_dict())
     with pytest.raises(ValueError, match="model must hold TT tables, got a Linear without one"):
         freeze(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="model must have values, got table 't0' on meta"):

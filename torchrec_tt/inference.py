@@ -65,6 +65,8 @@ def freeze(
     """
     if dtype not in get_args(FrozenDType):
         raise ValueError(f"dtype must be one of {get_args(FrozenDType)}, got {dtype!r}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check_unsharded(model)
     tables = dict(_tables(model))
     if not tables:
@@ -150,6 +152,10 @@ def _hot_ids(
                 "got a tensor"
             )
         hot_rows = {"": hot_rows}
+    if not isinstance(hot_rows, Mapping):
+        raise ValueError(
+            f"hot_rows must be ids or a mapping from tables to ids, got {type(hot_rows).__name__}"
+        )
     for name, ids in hot_rows.items():
         if name not in tables:
             raise ValueError(f"hot_rows must be of the TT tables {list(tables)}, got {name!r}")
