@@ -1,13 +1,90 @@
-"""TorchX component that trains the Criteo example: `torchx run torchx_components/train.py:criteo`.
+"""TorchX components: `criteo` trains the example, `ddp` a script of your own; see docs/launch.md.
 
-Only torchx and the standard library are imported, and annotations are those that torchx 0.7
-accepts (no `str | None`, no `list[str]`).
+    torchx run -s local_cwd torchx_components/train.py:criteo -j 1x2 -- --epochs 1
+
+Both are torchx's `dist.ddp` with another interpreter, restarts and threads. Only torchx and the
+standard library are imported. torchx 0.7 reads annotations by name: no `str | None` or `list[str]`.
 """
 
-from typing import Dict, Optional  # noqa: UP035
+import importlib.util
+import os
+import shlex
+import sys
+from typing import Dict, List, Optional  # noqa: UP035
 
 from torchx import specs
 from torchx.components import dist
+
+
+def ddp(
+    *script_args: str,
+    script: Optional[str] = None,  # noqa: UP045
+    m: Optional[str] = None,  # noqa: UP045
+    image: str = "",
+    name: str = "/",
+    h: Optional[str] = None,  # noqa: UP045
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 4096,  # noqa: N803
+    j: str = "1x2",
+    env: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
+    max_retries: int = 0,
+    max_restarts: int = 0,
+    rdzv_port: int = 29500,
+    rdzv_backend: str = "c10d",
+    mounts: Optional[List[str]] = None,  # noqa: UP006, UP045
+    debug: bool = False,
+    python: Optional[str] = None,  # noqa: UP045
+) -> specs.AppDef:
+    """Runs a script, or a module, on every rank under torchrun.
+
+    Args:
+        script_args: flags of the script, after `--`.
+        script: the script, from the folder that the job runs in.
+        m: a module, in place of a script.
+        image: the container's image; none for local_cwd and Slurm.
+        name: name of the job.
+        h: a named resource, in place of cpu, gpu and memMB.
+        cpu: cores per node.
+        gpu: GPUs per node.
+        memMB: memory per node in MiB.
+        j: nodes x ranks per node.
+        env: environment variables of every rank; OMP_NUM_THREADS is this shell's, or 1.
+        max_retries: how often the scheduler runs a failed job again; local_cwd never does.
+        max_restarts: how often torchrun starts the ranks again on their nodes when one fails.
+        rdzv_port: port of the first node where several nodes meet.
+        rdzv_backend: how the nodes meet.
+        mounts: mounts of the container.
+        debug: torch's debugging variables.
+        python: what runs torchrun; if not given, what runs torchx, or the image's torchrun.
+    """
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
+    app = dist.ddp(
+        *script_args,
+        script=script,
+        m=m,
+        image=image,
+        name=name,
+        h=h,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
+        j=j,
+        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
+        max_retries=max_retries,
+        rdzv_port=rdzv_port,
+        rdzv_backend=rdzv_backend,
+        mounts=mounts,
+        debug=debug,
+    )
+    (role,) = app.roles
+    shell_flag, command = role.args
+    arguments = command.removeprefix("torchrun ")
+    assert arguments != command, f"dist.ddp must run torchrun, got {command}"
+    torchrun = _torchrun(python, image=image)
+    role.args = [shell_flag, f"{torchrun} --max_restarts {max_restarts} {arguments}"]
+    return app
 
 
 def criteo(
@@ -15,39 +92,68 @@ def criteo(
     script: str = "examples/criteo/train.py",
     image: str = "",
     name: str = "criteo",
-    j: str = "1x2",
     h: Optional[str] = None,  # noqa: UP045
     cpu: int = 2,
     gpu: int = 0,
     memMB: int = 4096,  # noqa: N803
+    j: str = "1x2",
     env: Optional[Dict[str, str]] = None,  # noqa: UP006, UP045
     max_retries: int = 0,
+    max_restarts: int = 0,
+    rdzv_port: int = 29500,
+    mounts: Optional[List[str]] = None,  # noqa: UP006, UP045
+    debug: bool = False,
+    python: Optional[str] = None,  # noqa: UP045
 ) -> specs.AppDef:
-    """Trains a DLRM with Tensor-Train tables on Criteo rows under torchrun.
+    """Trains a DLRM with Tensor-Train tables on Criteo rows.
 
     Args:
         script_args: flags of the script, after `--`.
         script: the training script.
-        image: image or, for local schedulers, nothing.
+        image: the container's image; none for local_cwd and Slurm.
         name: name of the job.
-        j: nodes x ranks per node.
         h: a named resource, in place of cpu, gpu and memMB.
         cpu: cores per node.
-        gpu: GPUs per node.
+        gpu: GPUs per node; the script trains on CPUs.
         memMB: memory per node in MiB.
-        env: environment variables; OMP_NUM_THREADS is 1 unless given.
-        max_retries: retries of the whole job.
+        j: nodes x ranks per node.
+        env: environment variables of every rank; OMP_NUM_THREADS is this shell's, or 1.
+        max_retries: how often the scheduler runs a failed job again; local_cwd never does.
+        max_restarts: how often torchrun starts the ranks again on their nodes when one fails.
+        rdzv_port: port of the first node where several nodes meet.
+        mounts: mounts of the container.
+        debug: torch's debugging variables.
+        python: what runs torchrun; if not given, what runs torchx, or the image's torchrun.
     """
-    return dist.ddp(
+    return ddp(
         *script_args,
         script=script,
         image=image,
         name=name,
-        j=j,
         h=h,
         cpu=cpu,
         gpu=gpu,
         memMB=memMB,
-        env={"OMP_NUM_THREADS": "1", **(env or {})},
+        j=j,
+        env=env,
         max_retries=max_retries,
+        max_restarts=max_restarts,
+        rdzv_port=rdzv_port,
+        mounts=mounts,
+        debug=debug,
+        python=python,
     )
+
+
+def _torchrun(python: Optional[str], *, image: str) -> str:  # noqa: UP045
+    """Returns the command; PATH may have no torchrun, or another environment's."""
+    if python is None:
+        if image:
+            return "torchrun"
+        if importlib.util.find_spec("torch") is None:
+            raise ValueError(
+                f"torch must be installed beside torchx, or --python name an interpreter that has "
+                f"it: {sys.executable} has none"
+            )
+        python = sys.executable
+    return f"{shlex.quote(python)} -m torch.distributed.run"
