@@ -39,6 +39,7 @@ from tests.distributed.toy_model import (
     unsharded,
 )
 from torchrec_tt import RowCacheConfig, TTEmbeddingBagCollection
+from torchrec_tt.modules.row_caches import RowCaches
 
 TW = ShardingType.TABLE_WISE.value
 RW = ShardingType.ROW_WISE.value
@@ -194,6 +195,32 @@ def test_u52_pipelined_training_with_row_caches_equals_unpipelined(
     types, caches = {"t0": TW, "t1": RW}, {"t0": cache, "t1": cache}
     pipelined = two_ranks.run(train_with_and_without, pipeline_type, types, caches)
     assert pipelined == [int(pipeline_type is not compiling_pipeline)] * 2
+
+
+def train_on_tags_found_ahead(rank: int) -> list[bool]:
+    """Which of the lookups of 5 steps found their tags looked up."""
+    found = []
+    take_ahead = RowCaches._take_ahead
+
+    def noted(self: RowCaches, indices: Tensor, offsets: Tensor) -> list[Tensor] | None:
+        taken = take_ahead(self, indices, offsets)
+        found.append(taken is not None)
+        return taken
+
+    cache = RowCacheConfig(num_rows=16, first_refresh=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCaches, "_take_ahead", noted)
+        types = {"t0": TW, "t1": RW}
+        train_with_and_without(rank, PrefetchOnCpu, types, {"t0": cache, "t1": cache})
+    return found
+
+
+@pytest.mark.slow
+@needs_torchrec_1_7
+def test_a_prefetching_pipeline_looks_tags_up_ahead(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(train_on_tags_found_ahead):
+        assert len(found) >= 5
+        assert found.count(False) <= len(found) // 5  # those planned before the refresh
 
 
 def evaluate_with_and_without(rank: int) -> None:

@@ -11,6 +11,7 @@ from torchrec.distributed.embedding_lookup import (
 )
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.embedding_kernel import (
     TTBatchedDenseEmbeddingBag,
@@ -47,6 +48,20 @@ class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
             sharding_type=sharding_type,
             replica_pg=self._replica_pg,
         )
+
+    def prefetch(
+        self,
+        sparse_features: KeyedJaggedTensor,
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Prefetches as TorchRec's, and looks up the tags of row caches."""
+        super().prefetch(sparse_features, forward_stream)
+        groups = sparse_features.split(self._feature_splits)
+        for kernel, features in zip(self._emb_modules, groups, strict=True):
+            if isinstance(kernel, TTBatchedDenseEmbeddingBag):
+                kernel.emb_module.prefetch(
+                    features.values(), features.offsets(), forward_stream=forward_stream
+                )
 
 
 class TTGroupedEmbeddingsLookup(GroupedEmbeddingsLookup):

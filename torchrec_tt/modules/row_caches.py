@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from torchrec_tt.ops.row_cache import step_cached_rows
 from torchrec_tt.ops.row_counter import count_rows
 from torchrec_tt.optim import TTOptimizerConfig
 
+_MOST_AHEAD = 4  # batches; one that is never looked up makes way
+_OF_THIS_PROCESS = ("_in_flight", "_ahead")
+
 
 class PlannedLookup:
     """A lookup in training, from before its plan to the end of its backward.
@@ -33,6 +37,31 @@ class PlannedLookup:
 
     def __init__(self, trained: Sequence[int]) -> None:
         self.trained = tuple(trained)
+
+
+class PlannedAhead:
+    """A batch that was planned before its step, and the slots' state by then."""
+
+    def __init__(
+        self, indices: Tensor, offsets: Tensor, *, plan: list[Tensor], versions: list[int]
+    ) -> None:
+        self._tensors = indices, offsets  # they live on, so that no others take their memory
+        self._values = [_value_of(indices), _value_of(offsets)]
+        self.plan, self.versions = plan, versions
+
+    def is_of(self, indices: Tensor, offsets: Tensor) -> bool:
+        """Whether it is this batch; where offsets on CUDA were made anew they are taken to be the
+        same for the same indices, to wait for nothing.
+        """
+        at = self._tensors[1]
+        if self._values != [_value_of(indices), _value_of(at)] or at.shape != offsets.shape:
+            return False
+        return not at.is_cpu or torch.equal(at, offsets)
+
+
+def _value_of(tensor: Tensor) -> tuple:
+    """What a tensor's elements cannot change without."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor._version
 
 
 class RowUse:
@@ -84,12 +113,14 @@ class RowCaches:
         ends = list(itertools.accumulate(table.shape.num_cores for table in lookup.tables))
         self._cores_of = [slice(*ends) for ends in itertools.pairwise([0, *ends])]
         self._in_flight: weakref.WeakSet[PlannedLookup] = weakref.WeakSet()
+        self._ahead: deque[PlannedAhead] = deque(maxlen=_MOST_AHEAD)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name != "_in_flight"}
+        return {name: x for name, x in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _in_flight=weakref.WeakSet())  # a copy's lookups are its own
+        self.__dict__.update(state)  # a copy's lookups are its own
+        self._in_flight, self._ahead = weakref.WeakSet(), deque(maxlen=_MOST_AHEAD)
 
     @property
     def ids(self) -> list[Tensor]:
@@ -127,10 +158,38 @@ class RowCaches:
             What `start_step` returned, or None; and the plan.
         """
         planned = self.start_step(cores) if is_training else None
-        batch_plan = plan(indices, offsets, lookup=self._lookup, cache_ids=self.ids)
+        batch_plan = self._take_ahead(indices, offsets) if self._ahead else None
+        if batch_plan is None:
+            batch_plan = plan(indices, offsets, lookup=self._lookup, cache_ids=self.ids)
         if planned is not None:
             self.count(batch_plan)
         return planned, batch_plan
+
+    def plan_ahead(
+        self, indices: Tensor, offsets: Tensor, *, forward_stream: torch.cuda.Stream | None
+    ) -> None:
+        """Plans a batch, its tags looked up, for a later `plan` with the same tensors.
+
+        It keeps no row in its slot: after a refresh `plan` looks the tags up once more, so that
+        nothing else comes out of it.
+        """
+        batch_plan = plan(indices, offsets, lookup=self._lookup, cache_ids=self.ids)
+        if forward_stream is not None:
+            for tensor in batch_plan:
+                tensor.record_stream(forward_stream)
+        ahead = PlannedAhead(indices, offsets, plan=batch_plan, versions=self.versions())
+        self._ahead.append(ahead)
+
+    @torch.compiler.disable
+    def _take_ahead(self, indices: Tensor, offsets: Tensor) -> list[Tensor] | None:
+        """The plan made ahead of a batch, which is then forgotten; None where the slots changed."""
+        for ahead in self._ahead:
+            if ahead.is_of(indices, offsets):
+                self._ahead = deque(
+                    (other for other in self._ahead if other is not ahead), maxlen=_MOST_AHEAD
+                )
+                return ahead.plan if ahead.versions == self.versions() else None
+        return None
 
     @torch.compiler.disable
     def start_step(self, cores: Sequence[Tensor]) -> PlannedLookup:
@@ -186,6 +245,9 @@ class RowCaches:
                 squares[i][1] -= (before - after) / FOLDED_WEIGHT
         for t, placement, lost in zip(due, placed, squares, strict=True):
             self._cache(t).fill(placement, cores[t], squares=lost)
+        device = self._cache(due[0]).ids.device
+        if device.type == "cuda":  # another stream may look tags up next
+            torch.cuda.current_stream(device).synchronize()
 
     def _cache(self, t: int) -> RowCache:
         cache = self._caches[t]

@@ -145,6 +145,30 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         output = self._pooled(indices, offsets, per_sample_weights)
         return output if self._output_dtype is None else output.to(self._output_dtype)
 
+    def prefetch(
+        self,
+        indices: Tensor,  # [N] int32 or int64
+        offsets: Tensor,  # [F * B + 1] int32 or int64, feature-major
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Looks a batch's tags up ahead of its step: FBGEMM's `prefetch`, without its queue.
+
+        `forward` with the same indices and offsets, unchanged, takes what was found, whatever came
+        in between; if the caches were renewed meanwhile it looks again. Nothing else depends on
+        it. Does nothing where no table has a cache.
+
+        Args:
+            indices: as in `forward`.
+            offsets: as in `forward`.
+            forward_stream: that of `forward`, where it is not the current one. It must wait for
+                this one.
+
+        Raises:
+            ValueError: for invalid ids or offsets.
+        """
+        if self._caches is not None:
+            self._caches.plan_ahead(indices, offsets, forward_stream=forward_stream)
+
     def _pooled(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None
     ) -> Tensor:
