@@ -60,6 +60,10 @@ def ddp(
     """
     if max_restarts < 0:
         raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
+    defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if max_restarts > 0:
+        # In a shared store new ranks find their dead predecessors (pytorch/pytorch#135712).
+        defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     app = dist.ddp(
         *script_args,
         script=script,
@@ -71,7 +75,7 @@ def ddp(
         gpu=gpu,
         memMB=memMB,
         j=j,
-        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **(env or {})},
+        env=defaults | (env or {}),
         max_retries=max_retries,
         rdzv_port=rdzv_port,
         rdzv_backend=rdzv_backend,

@@ -26,6 +26,19 @@ dist.all_reduce(total)
 print("ranks:", int(total), "threads:", os.environ["OMP_NUM_THREADS"], flush=True)
 dist.destroy_process_group()
 """
+DIES_ONCE = """
+import os, pathlib, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+died = pathlib.Path("died").exists()
+dist.barrier()
+if os.environ["RANK"] == "1" and not died:
+    pathlib.Path("died").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+total = torch.ones(())
+dist.all_reduce(total)
+print("ranks:", int(total), "died:", died, flush=True)
+dist.destroy_process_group()
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +120,15 @@ def test_two_nodes_meet(tmp_path, free_port):
     for node in range(2):
         for rank in range(2):
             assert f"mine/{node} [{rank}]:ranks: 4 threads: 1" in log
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_that_die_are_started_again(tmp_path, free_port, nodes):
+    (tmp_path / "mine.py").write_text(DIES_ONCE)
+    flags = ("--script", "mine.py", "-j", f"{nodes}x2", "--rdzv_port", str(free_port))
+    code, log = ended(started("ddp", *flags, "--max_restarts", "1", cwd=tmp_path))
+    assert code == 0, log
+    assert log.count(f"ranks: {2 * nodes} died: True") == 2 * nodes
 
 
 # U80

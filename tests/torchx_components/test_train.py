@@ -132,6 +132,12 @@ def test_threads_are_one_a_rank_unless_the_shell_or_env_says_more(monkeypatch):
     assert train.criteo(env={"OMP_NUM_THREADS": "4"}).roles[0].env["OMP_NUM_THREADS"] == "4"
 
 
+def test_restarts_do_not_share_a_store():
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in train.criteo().roles[0].env
+    (role,) = train.criteo(max_restarts=1).roles
+    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
 def test_an_image_runs_its_own_torchrun_or_the_python_that_is_named():
     assert command(train.criteo(image="mine:1"))[0] == "torchrun"
     words = command(train.criteo(image="mine:1", python="/opt/my env/python"))
