@@ -21,7 +21,8 @@ FLAGS = (
     *("--lr_warmup_steps", "12", "--lr_decay_start", "14", "--lr_decay_steps", "5"),
 )
 SAVE = ("--save_every", "4", "--keep_checkpoints", "99")
-MEASURED = {"samples_per_second", "data_wait_ratio", "peak_memory_bytes"}  # not the same again
+TIMES = {"samples_per_second", "data_wait_ratio", "time_ratio"}
+MEASURED = {*TIMES, *(f"dense_{name}" for name in TIMES), "peak_memory_bytes"}  # not twice the same
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +121,16 @@ def test_what_died_in_a_save_is_passed_over(whole, tmp_path):
     assert "checkpoints/16: epoch 1, row 768" in text
     assert result(tmp_path) == result(whole)
     assert (tmp_path / "checkpoints/20/.metadata").exists()
+
+
+def test_a_run_that_died_in_the_uncompressed_model_trains_only_that(tmp_path):
+    folder, again = tmp_path / "whole", tmp_path / "again"
+    run("--compare_dense", *SAVE, folder=folder, ranks=1)
+    copy(folder, again, [20, "dense/16"])
+    text = run("--compare_dense", "--resume", folder=again, ranks=1)
+    assert f"resumed from {again}/checkpoints/20: epoch 2, row 0" in text
+    assert f"resumed from {again}/checkpoints/dense/16: epoch 1, row 768" in text
+    assert result(again) == result(folder)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,13 @@ def test_limits_and_frequencies_count_batches(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_last_smaller_batch_may_be_left_out(tmp_path):
+    flags = ("--drop_last_training_batch", "--epochs", "2")
+    metrics = trained(*SMALL_FLAGS, *flags, output_dir=tmp_path, ranks=1)
+    assert metrics["steps"] == 2 * (1200 // 128)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("interaction", ["dcn", "projection"])
 def test_other_interactions_train(tmp_path, interaction):
     flags = (
