@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from blocks import CAT_NAMES, Block, Source, Split, concatenate, split_rows
+from day_files import day_files
 from made_rows import MadeRows
 from npy_files import open_npy
 from prefetch import prefetched
@@ -113,7 +114,7 @@ def open_dataset(path: Path, *, num_embeddings: Sequence[int]) -> CriteoDataset:
         OSError: for a file that cannot be read.
     """
     if path.is_dir() and not (prefixes := _npy_prefixes(path)):
-        return _open_tsv(_day_files(path), num_embeddings=num_embeddings)
+        return _open_tsv(day_files(path), num_embeddings=num_embeddings)
     if not path.is_dir():
         return _open_tsv([path], num_embeddings=num_embeddings)
     source = open_npy(prefixes)
@@ -167,21 +168,6 @@ def _check_labels(parts: list[np.ndarray], *, split: Split, path: Path) -> None:
         f"{path}: the {split} rows must hold both labels for an AUROC, got {sorted(found)} in "
         f"{sum(map(len, parts))} rows"
     )
-
-
-def _day_files(folder: Path) -> list[Path]:
-    """Returns the folder's day files in the days' order."""
-    days: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if match := re.fullmatch(r"day_(\d+)(\.tsv|\.txt)?(\.gz)?", path.name):
-            if (day := int(match[1])) in days:
-                raise ValueError(f"{folder} must have one file for day {day}, got two")
-            days[day] = path
-    if not days:
-        raise ValueError(
-            f"{folder} must have day_0, day_1, ... (plain or .gz) or *_dense.npy, got neither"
-        )
-    return [days[day] for day in sorted(days)]
 
 
 def _npy_prefixes(folder: Path) -> list[Path]:
