@@ -50,6 +50,9 @@ def test_a_shape_survives_pickling() -> None:
         ({"col_factors": (3, 4)}, r"col_factors must have 3 entries .* got \(3, 4\)"),
         ({"tt_ranks": (5,)}, r"tt_ranks must have 2 entries for 3 cores, got \(5,\)"),
         ({"num_embeddings": 25}, "product of at least num_embeddings=25, got .* product 24"),
+        ({"tt_ranks": (10**8, 10**8)}, r"slices .* below 2\^31 elements, got \(100000000, 1"),
+        ({"row_factors": (2**21, 2**21, 2**21)}, r"row_factors must have a product below 2\^63"),
+        ({"row_factors": (2**40, 1, 1), "tt_ranks": (2**21, 1)}, r"cores of at most 2\^60"),
         ({"embedding_dim": 16}, "the product embedding_dim=16, got .* product 12"),
     ],
 )

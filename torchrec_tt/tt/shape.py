@@ -7,6 +7,9 @@ from typing import Any
 
 MIN_CORES = 2
 MAX_CORES = 4
+_MAX_ROWS = 2**63  # ids are int64
+_MAX_SLICE = 2**31  # as kernels count elements of a slice
+_MAX_PARAMETERS = 2**60  # their bytes are counted in 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,8 @@ class TTShape:
         tt_ranks: the `d - 1` inner ranks.
 
     Raises:
-        ValueError: if there are fewer than 2 or more than 4 cores, or a factor does not fit.
+        ValueError: if there are fewer than 2 or more than 4 cores, a factor does not fit, or there
+            is more than can be counted: 2^63 rows, 2^31 elements of a slice or 2^60 of the cores.
 
     Reference:
         Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
@@ -69,6 +73,22 @@ class TTShape:
             raise ValueError(
                 f"col_factors must have the product embedding_dim={self.embedding_dim}, "
                 f"got {self.col_factors} with product {math.prod(self.col_factors)}"
+            )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.num_rows_padded >= _MAX_ROWS:
+            raise ValueError(f"row_factors must have a product below 2^63, got {self.row_factors}")
+        largest = max(math.prod(shape) for shape in self.slice_shapes)
+        if largest >= _MAX_SLICE:
+            raise ValueError(
+                f"tt_ranks must give slices r_k * n_k * r_{{k+1}} below 2^31 elements, got "
+                f"{self.tt_ranks} with {largest} for col_factors {self.col_factors}"
+            )
+        if self.num_parameters > _MAX_PARAMETERS:
+            raise ValueError(
+                f"tt_ranks must give cores of at most 2^60 elements, got {self.tt_ranks} with "
+                f"{self.num_parameters} for row_factors {self.row_factors}"
             )
 
     @property
