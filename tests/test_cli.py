@@ -1,10 +1,13 @@
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 
 import torchrec_tt
 from torchrec_tt import cli, doctor
@@ -163,6 +166,176 @@ def test_a_file_that_is_not_there_fails(capsys, tmp_path):
         status, content = run(capsys, *command, str(tmp_path / "none.yaml"))
         assert status == 1
         assert "none.yaml" in content["error"]
+
+
+ODD = (None, "", "x", [], {}, {"a": 1}, [None], True, -1, 0, -5.5, 10**30, 1e308, ".nan", [10**8])
+
+
+def places(content: Any, place: tuple = ()) -> Iterator[tuple]:
+    yield place
+    entries = content.items() if isinstance(content, dict) else ()
+    for key, value in enumerate(content) if isinstance(content, list) else entries:
+        yield from places(value, (*place, key))
+
+
+def replaced(content: Any, place: tuple, value: Any) -> Any:
+    if not place:
+        return value
+    result = copy.deepcopy(content)
+    inner = result
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return result
+
+
+def test_no_odd_value_of_a_model_file_ends_in_a_traceback(capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    content = yaml.safe_load(MODEL)
+    content["tables"][0] |= {"row_factors": [100, 100, 100], "cache_load_factor": 0.01}
+    content["tables"][1] |= {"zipf_exponent": 1.0, "sharding_types": ["row_wise"]}
+    content["cluster"] |= {"local_world_size": 2, "reserved": 0.1, "hardware": "cpu"}
+    num_refused = 0
+    for place in places(content):
+        for value in ODD:
+            path.write_text(yaml.safe_dump(replaced(content, place, value)))
+            status = cli.main(["inspect", str(path)])
+            error = capsys.readouterr().err
+            assert status in (0, 1)
+            if status:
+                assert error.count("\n") == 1
+                assert "model.yaml" in error
+                assert " must " in error
+                assert ", got " in error
+                num_refused += 1
+    assert num_refused > 300
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("pooling_factor: 3.0", "pooling_factor: .nan", "['small'].pooling_factor must be finite"),
+        ("num_embeddings: 1000,", "num_embeddings: -5,", "['small'].num_embeddings must be in"),
+        ("memory_gb: 1", "memory_gb: .inf", "cluster.memory_gb must be finite, got inf"),
+        ("memory_gb: 1", "local_world_size: 3", "local_world_size must divide world_size=2, got 3"),
+        ("[8, 8]", "[100000000, 100000000]", "below 2^31 elements, got (100000000, 100000000)"),
+        ("name: small", "name: a.b", "name must be not empty and without dots, got 'a.b'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_key(old, new, message, capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL.replace(old, new))
+    for command in (["plan"], ["inspect"], ["tune", "--budget", "1MB"]):
+        status, content = run(capsys, *command, str(path))
+        assert status == 1
+        assert "model.yaml" in content["error"]
+        assert message in content["error"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x80\x04K\x01.", b"PK\x03\x04", b"{[", b"\xff"]
+)
+def test_a_file_of_another_kind_is_refused_by_name(content, capsys, model_file, tmp_path):
+    path = str(tmp_path / "other.pt")
+    Path(path).write_bytes(content)
+    tune = ["tune", model_file, "--budget", "1MB", "--sweep"]
+    for command in (["plan"], ["inspect"], ["sweep"], ["plot"], ["tune", "--budget=1MB"], tune):
+        status, printed = run(capsys, *command, path)
+        assert status == 1
+        assert "other.pt must be" in printed["error"] or "other.pt: the" in printed["error"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "message"),
+    [
+        ({0: (4, 6), 2: (5, 12)}, "cores of table 't' must be numbered from 0, 2 to 4 of them"),
+        ({0: (4, 6)}, r"got [0]"),
+        ({0: (4, 6), 1: ()}, "core 1 of table 't' must be a matrix, got []"),
+    ],
+)
+def test_cores_that_form_no_table_are_refused(cores, message, capsys, tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({f"embedding_bags.t.tt_cores.{k}": torch.zeros(s) for k, s in cores.items()}, path)
+    status, content = run(capsys, "inspect", str(path))
+    assert status == 1
+    assert message in content["error"]
+
+
+def test_a_broken_checkpoint_folder_is_refused_by_name(capsys, tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04")
+    status, content = run(capsys, "inspect", str(tmp_path))
+    assert status == 1
+    assert f"{tmp_path} must be a folder of torch.distributed.checkpoint" in content["error"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--tt_ranks=0", "tt_ranks must be positive integers, got [0]"),
+        ("--tt_ranks=8,-4", "tt_ranks must be positive integers, got [8, -4]"),
+        ("--max_error=nan", "max_error must be at least 0, got nan"),
+        ("--max_error=-1", "max_error must be at least 0, got -1.0"),
+        ("--max_error=1e-9", "max_error must be at least 0."),
+        ("--cache_load_factors=nan", "cache_load_factors must be in [0, 1), got [nan]"),
+    ],
+)
+def test_arguments_of_tune_are_refused_for_what_they_are(argument, message, capsys, model_file):
+    budget = "300KB"
+    status, content = run(capsys, "tune", model_file, "--budget", budget, argument)
+    assert status == 1
+    assert message in content["error"]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(capsys, model_file, tmp_path):
+    for output in (str(tmp_path), str(tmp_path / "none/file.yaml"), ""):
+        for command in (["calibrate"], ["tune", model_file, "--budget", "1MB"]):
+            with pytest.raises(SystemExit) as error:
+                cli.main([*command, "--output", output])
+            assert error.value.code == 2
+            assert f"must be a file in a folder that exists, got {output!r}" in (
+                capsys.readouterr().err
+            )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1}', "results.json must have runs of a sweep, got {'a': 1}"),
+        ("[1]", "results.json: run 0 must be a mapping, got 1"),
+        ("[]", "must have runs of a sweep, got []"),
+        ('[{"tt_rank": 8}]', "run 0 must have the key 'tt_tables'"),
+        ('{"results": 3}', "must have runs of a sweep"),
+        ("NaN", "must have runs of a sweep, got nan"),
+    ],
+)
+def test_results_of_another_shape_are_refused(text, message, capsys, model_file, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    tune = ["tune", model_file, "--budget", "1MB", "--sweep"]
+    for command in (["plot"], tune):
+        status, content = run(capsys, *command, str(path))
+        assert status == 1
+        assert message in content["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"plans": []}', "plans must be a list with an entry, got []"),
+        ('{"plans": [{"step_ms": 1.0}]}', "plans[0] must have the key 'rank_bytes'"),
+        (
+            '{"plans": [{"rank_bytes": 0, "step_ms": 1.0, "error": 0.0}]}',
+            "plans[0].rank_bytes must be in [1, 2^63), got 0",
+        ),
+    ],
+)
+def test_plans_of_another_shape_are_refused(text, message, capsys, tmp_path):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    status, content = run(capsys, "plot", str(path))
+    assert status == 1
+    assert "tuned.json" in content["error"]
+    assert message in content["error"]
 
 
 def test_tune_writes_a_model_file_that_can_be_planned(capsys, model_file, tmp_path):

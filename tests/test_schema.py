@@ -1,10 +1,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
-from torchrec_tt.schema import parse, read_yaml, write_yaml
+from torchrec_tt.schema import Rule, check_fields, parse, read_json, read_yaml, write_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Outer:
     costs: dict[str, float] = field(default_factory=dict)
     note: str | None = None
     is_on: bool = False
+    parts: list[Annotated[float, Rule("in (0, 1)", lambda x: 0 < x < 1)]] | None = None
 
 
 FULL = Outer(
@@ -52,7 +53,15 @@ def test_exponents_without_a_point_are_numbers_here(tmp_path: Path) -> None:
         ("kind: a\ninner: {size: 1}\nmany: 3", "many must be a list, got 3"),
         ("kind: a\ninner: {size: 1}\ncosts: {x: y}", r"costs\.x must be float, got 'y'"),
         ("- 1", "must be a mapping"),
-        ("{", "must be YAML"),
+        ("{", "must be YAML, got .* in line 1"),
+        ("", "must be a mapping, got None"),
+        ("kind: a\nkind: b\ninner: {size: 1}", "must be YAML, got the key 'kind' twice in line 1"),
+        ("kind: a\ninner: {size: 1, speed: .nan}", r"inner\.speed must be finite, got nan"),
+        ("kind: a\ninner: {size: 1, speed: 1e999}", r"inner\.speed must be finite, got inf"),
+        ("kind: a\ninner: {size: 1}\nparts: [0.5, 1]", r"parts\[1\] must be in \(0, 1\), got 1"),
+        ("kind: a\ninner: {size: 1}\ncosts: {1: 2.0}", "a key of costs must be str, got 1"),
+        ("kind: a\ninner: {size: 1}\nmany: [{size: x, name: n}]", r"many\['n'\] must have keys"),
+        ("[" * 3000, "must be YAML"),
     ],
 )
 def test_files_that_break_the_schema_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -62,7 +71,27 @@ def test_files_that_break_the_schema_are_refused(text: str, message: str, tmp_pa
     assert "f.yaml" in str(error.value)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_bytes(b"kind: \xff")
+    for read in (lambda path: read_yaml(path, Outer), read_json):
+        with pytest.raises(ValueError, match=r"f\.yaml must be UTF-8 text"):
+            read(tmp_path / "f.yaml")
+    (tmp_path / "f.json").write_text("{")
+    with pytest.raises(ValueError, match=r"f\.json must be JSON, got '{'"):
+        read_json(tmp_path / "f.json")
+
+
+def test_values_made_in_python_are_held_to_the_annotations_too() -> None:
+    check_fields(FULL)
+    with pytest.raises(ValueError, match=r"parts\[0\] must be in \(0, 1\), got 2"):
+        check_fields(Outer(kind="a", inner=Inner(size=1), parts=[2.0]))
+
+
+def test_an_open_mapping_may_have_more_keys() -> None:
+    assert parse({"size": 3, "more": 1}, Inner, is_open=True) == Inner(size=3)
+
+
 def test_nested_keys_say_where_they_are() -> None:
     content = {"kind": "a", "inner": {"size": 1}, "many": [{"size": 1}, {"size": "x"}]}
-    with pytest.raises(ValueError, match="size must be int, got 'x'"):
+    with pytest.raises(ValueError, match=r"^many\[1\]\.size must be int, got 'x'"):
         parse(content, Outer)

@@ -138,6 +138,21 @@ def test_a_sweep_of_the_largest_tables_corrects_the_prior() -> None:
     assert math.isfinite(prior)
 
 
+def test_runs_that_cannot_correct_the_prior_are_refused() -> None:
+    records = [{"tt_rank": 8, "tt_tables": 4, "logloss": 0.51, "dense_logloss": 0.5}]
+    with pytest.raises(ValueError, match="at most the 3 tables of the model, got 4"):
+        quality_of_sweep(records, MODEL)
+    with pytest.raises(ValueError, match=r"records must have dense_logloss .* got 1 without"):
+        quality_of_sweep([{"tt_rank": 8, "tt_tables": 2, "logloss": 0.51}], MODEL)
+
+
+def test_a_model_made_in_python_is_held_to_the_files_rules() -> None:
+    with pytest.raises(ValueError, match=r"num_embeddings must be in \[1, 2\^63\), got -5"):
+        Table(name="t", num_embeddings=-5, embedding_dim=16)
+    with pytest.raises(ValueError, match="without tt_ranks, got 1152921504606846976 \\* 16"):
+        Table(name="t", num_embeddings=2**60, embedding_dim=16)
+
+
 def test_trained_weights_take_the_place_of_the_prior() -> None:
     torch.manual_seed(0)
     small = dataclasses.replace(MODEL.tables[2], tt_ranks=[4, 4])

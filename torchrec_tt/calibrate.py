@@ -79,6 +79,7 @@ _CASES = (  # from small to large in every term
     _Case(100_000, 16, 16, 16_384, 10, "balanced"),
 )
 _REPEATS = 9
+_MAX_RANKS = 256  # processes, each with its own PyTorch
 _SMALL_BYTES, _LARGE_BYTES = 2**18, 2**22  # of the collectives: the slope between them counts
 _DENSE_ROWS = 2**16  # of the data-parallel table, of 32 columns
 _COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
@@ -105,11 +106,11 @@ def calibrate(*, ranks: int = 2, name: str = "this machine") -> Hardware:
         name: of the result.
 
     Raises:
-        ValueError: for fewer than two ranks.
+        ValueError: for fewer than 2 ranks or more than 256.
         RuntimeError: if the measurements make no sense, as on a machine that others keep busy.
     """
-    if ranks < 2:
-        raise ValueError(f"ranks must be 2 or more, got {ranks}")
+    if not 2 <= ranks <= _MAX_RANKS:
+        raise ValueError(f"ranks must be in [2, {_MAX_RANKS}], got {ranks}")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -58,13 +58,14 @@ def tune(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     from torchrec_tt.inspection import table_of_plans
     from torchrec_tt.model_file import read_model_file
     from torchrec_tt.schema import write_yaml
+    from torchrec_tt.sweep import read_records
     from torchrec_tt.tuner import CACHE_LOAD_FACTORS, TT_RANKS, quality_of_sweep
     from torchrec_tt.tuner import tune as tuned
 
     model = read_model_file(args.file)
     quality = None
     if args.sweep is not None:
-        quality = quality_of_sweep(json.loads(Path(args.sweep).read_text()), model)
+        quality = quality_of_sweep(read_records(args.sweep), model)
     plans = tuned(
         model,
         args.budget,
@@ -115,15 +116,14 @@ def sweep(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
 
 def plot(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     """Draws the results of a sweep, or what `tune --json` printed."""
-    from torchrec_tt.plots import plot_sweep, plot_tuned
+    from torchrec_tt.plots import plot_sweep, plot_tuned, read_plans
+    from torchrec_tt.sweep import read_records
 
-    content = json.loads(Path(args.file).read_text())
-    folder = Path(args.output)
-    is_tuned = isinstance(content, dict) and "plans" in content
-    if is_tuned:
-        paths = plot_tuned(content["plans"], folder)
+    folder, plans = Path(args.output), read_plans(args.file)
+    if plans is None:
+        paths = plot_sweep(read_records(args.file), folder)
     else:
-        paths = plot_sweep(content["results"] if isinstance(content, dict) else content, folder)
+        paths = plot_tuned(plans, folder)
     return {"files": [str(path) for path in paths]}, "\n".join(map(str, paths)), 0
 
 
@@ -197,10 +197,14 @@ def _parser() -> argparse.ArgumentParser:
     tuning.add_argument("--cache_load_factors", type=_list(float), help="to choose from; 0: none")
     tuning.add_argument("--max_error", type=float, default=float("inf"), help="of the model")
     tuning.add_argument("--sweep", help="results.json of a sweep, to correct the error")
-    tuning.add_argument("--output", help="write the plan of the least error as a model file")
+    tuning.add_argument(
+        "--output", type=_new_file, help="write the plan of the least error as a model file"
+    )
     tuning.add_argument("--fastest", action="store_true", help="write the fastest plan instead")
     calibration = add(calibrate)
-    calibration.add_argument("--output", default="hardware.yaml", help="the file to write")
+    calibration.add_argument(
+        "--output", type=_new_file, default="hardware.yaml", help="the file to write"
+    )
     calibration.add_argument("--ranks", type=int, default=2, help="processes of this machine")
     calibration.add_argument("--name", default="this machine", help="of the hardware")
     add(sweep).add_argument("file", help="a sweep file (.yaml), see docs/planner.md")
@@ -221,6 +225,12 @@ def _bytes(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive, got {text!r}")
     return value
+
+
+def _new_file(text: str) -> str:
+    if not text or Path(text).is_dir() or not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return text
 
 
 def _list(kind: type) -> Callable[[str], list]:

@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 from torchrec_tt.model_file import read_model_file
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 from torchrec_tt.tt.cost import core_bytes, dense_bytes
+from torchrec_tt.tt.shape import MAX_CORES, MIN_CORES
 from torchrec_tt.tuner import TunedPlan
 
 _CORE = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.(?P<table>.+)\.tt_cores\.(?P<k>\d+)$")
@@ -79,7 +80,7 @@ def inspect_checkpoint(path: Path) -> list[Inspected]:
     """Returns the tables of a torch.distributed.checkpoint folder or a file of torch.save.
 
     Raises:
-        ValueError: if the path is neither, or has no tables.
+        ValueError: if the path is neither, has no tables, or cores that do not form one.
     """
     sizes = _sizes(path)
     cores: dict[str, dict[int, tuple[tuple[int, ...], int]]] = {}
@@ -90,6 +91,7 @@ def inspect_checkpoint(path: Path) -> list[Inspected]:
         elif (weight := _WEIGHT.search(key)) and len(size) == 2:
             found.append(_dense(weight["table"], (size[0], size[1]), element_size))
     for table, by_number in cores.items():
+        _check_cores(table, {k: size for k, (size, _) in by_number.items()})
         shapes = [by_number[k][0] for k in sorted(by_number)]
         num_parameters = sum(math.prod(shape) for shape in shapes)
         found.append(
@@ -178,7 +180,11 @@ def _sizes(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     if (path / _METADATA).is_file():
         from torch.distributed.checkpoint import FileSystemReader
 
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        try:
+            entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        except Exception as error:  # unpickling raises what it meets
+            rule = "a folder of torch.distributed.checkpoint"
+            raise ValueError(_unreadable(path, rule, error)) from None
         return {
             key: (tuple(entry.size), entry.properties.dtype.itemsize)
             for key, entry in entries.items()
@@ -189,8 +195,30 @@ def _sizes(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
             f"file must be a model file (.yaml), a folder of torch.distributed.checkpoint or a "
             f"file of torch.save, got {str(path)!r}"
         )
-    content = torch.load(path, map_location="meta", weights_only=True)
+    try:
+        content = torch.load(path, map_location="meta", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # unpickling raises what it meets
+        rule = "a file of torch.save with tensors only"
+        raise ValueError(_unreadable(path, rule, error)) from None
     return {key: (tuple(t.shape), t.element_size()) for key, t in _tensors(content)}
+
+
+def _unreadable(path: Path, rule: str, error: Exception) -> str:
+    what = " ".join(str(error).split()).split(". ")[0]
+    return f"{path} must be {rule}, got {type(error).__name__}: {what[:120]}"
+
+
+def _check_cores(table: str, sizes: Mapping[int, tuple[int, ...]]) -> None:
+    if sorted(sizes) != list(range(len(sizes))) or not MIN_CORES <= len(sizes) <= MAX_CORES:
+        raise ValueError(
+            f"cores of table {table!r} must be numbered from 0, {MIN_CORES} to {MAX_CORES} of "
+            f"them, got {sorted(sizes)}"
+        )
+    for k, size in sizes.items():
+        if len(size) != 2:
+            raise ValueError(f"core {k} of table {table!r} must be a matrix, got {list(size)}")
 
 
 def _tensors(content: Any, prefix: str = "") -> list[tuple[str, torch.Tensor]]:

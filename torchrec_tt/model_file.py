@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -17,10 +17,23 @@ from torchrec_tt.distributed.planner.planners import TTEmbeddingShardingPlanner,
 from torchrec_tt.modules.embedding_configs import TTEmbeddingBagConfig
 from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
-from torchrec_tt.schema import read_yaml
+from torchrec_tt.schema import (
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Rule,
+    Share,
+    check_fields,
+    read_yaml,
+)
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.traffic import CRITEO_EXPONENT, Traffic
 
+Name = Annotated[str, Rule("not empty and without dots", lambda x: x != "" and "." not in x)]
+Names = Annotated[list[str], Rule("distinct, one or more", lambda x: 0 < len(set(x)) == len(x))]
+WorldSize = Annotated[int, Rule("in [1, 16384]", lambda x: 1 <= x <= 2**14)]
+PoolingFactor = Annotated[Positive, Rule("at most 2^31", lambda x: x <= 2**31)]
+_MAX_WEIGHTS = 2**60  # of a regular table: their bytes are counted in 64 bits
 _OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -48,22 +61,33 @@ class Table:
         pooling_factor: ids a sample has, on average and for each feature.
         zipf_exponent: of how its ids are drawn.
         sharding_types: that the planner may choose from.
+
+    Raises:
+        ValueError: for a value that its annotation does not allow.
     """
 
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    feature_names: list[str] | None = None
+    name: Name
+    num_embeddings: Annotated[int, Rule("in [1, 2^63)", lambda x: 1 <= x < 2**63)]
+    embedding_dim: Annotated[int, Rule("in [1, 65536]", lambda x: 1 <= x <= 2**16)]
+    feature_names: Names | None = None
     pooling: Literal["sum", "mean"] = "sum"
     data_type: Literal["fp32", "fp16", "bf16"] = "fp32"
-    tt_ranks: list[int] | None = None
-    row_factors: list[int] | None = None
-    col_factors: list[int] | None = None
+    tt_ranks: list[PositiveInt] | None = None
+    row_factors: list[PositiveInt] | None = None
+    col_factors: list[PositiveInt] | None = None
     row_strategy: RowStrategy = "balanced"
-    cache_load_factor: float | None = None
-    pooling_factor: float = 1.0
-    zipf_exponent: float = CRITEO_EXPONENT
-    sharding_types: list[str] | None = None
+    cache_load_factor: Annotated[float, Rule("in (0, 1)", lambda x: 0 < x < 1)] | None = None
+    pooling_factor: PoolingFactor = 1.0
+    zipf_exponent: NonNegative = CRITEO_EXPONENT
+    sharding_types: Names | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.tt_ranks is None and self.num_embeddings * self.embedding_dim > _MAX_WEIGHTS:
+            raise ValueError(
+                f"num_embeddings * embedding_dim must be at most 2^60 without tt_ranks, got "
+                f"{self.num_embeddings} * {self.embedding_dim}"
+            )
 
     def config(self) -> EmbeddingBagConfig:
         """Returns the table's configuration.
@@ -111,14 +135,26 @@ class Cluster:
         memory_gb: of a rank, in 10^9 bytes; by default the hardware's.
         hardware: a known device or a YAML file; see `tt_planner`.
         reserved: the part of the memory that is kept for all but the tables.
+
+    Raises:
+        ValueError: for a value that its annotation does not allow, or nodes that do not divide the
+            ranks.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    world_size: int = 1
-    local_world_size: int | None = None
-    memory_gb: float | None = None
+    world_size: WorldSize = 1
+    local_world_size: WorldSize | None = None
+    memory_gb: Annotated[Positive, Rule("at most 10^9", lambda x: x <= 1e9)] | None = None
     hardware: str | None = None
-    reserved: float = 0.15
+    reserved: Share = 0.15
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.local_world_size is not None and self.world_size % self.local_world_size:
+            raise ValueError(
+                f"local_world_size must divide world_size={self.world_size}, "
+                f"got {self.local_world_size}"
+            )
 
     def find_hardware(self) -> Hardware:
         """Returns the coefficients.
@@ -157,12 +193,18 @@ class ModelFile:
         batch_size: samples per rank and step.
         optimizer: of the tables, in backward: "sgd", "adagrad", "rowwise_adagrad" or "adam".
         cluster: to plan for.
+
+    Raises:
+        ValueError: for a value that its annotation does not allow.
     """
 
     tables: list[Table]
-    batch_size: int = 512
+    batch_size: PositiveInt = 512
     optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "sgd"
     cluster: Cluster = field(default_factory=Cluster)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def module(self) -> nn.Module:
         """Returns the collection on `meta`, as `tables` of a module.

@@ -1,11 +1,46 @@
 """Pictures of what `sweep` measured and `tune` predicts: memory against quality and time."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrec_tt.schema import NonNegative, NumBytes, Positive, parse, read_json
+
 _MARKERS = "osD^vP*X"
 _SIZE = (6.4, 4.2)  # inches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPoint:
+    """What is drawn of a plan that `tune` found; see `TunedPlan`."""
+
+    rank_bytes: NumBytes
+    step_ms: Positive
+    error: NonNegative
+
+
+def read_plans(path: str | Path) -> list[dict[str, Any]] | None:
+    """Returns the plans that `torchrec-tt tune --json` printed; None for a file of another kind.
+
+    Raises:
+        ValueError: for a file that is no JSON, has no plan, or a plan without what `PlanPoint` has.
+        OSError: for a file that cannot be read.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or "plans" not in content:
+        return None
+    plans = content["plans"]
+    if not isinstance(plans, list) or not plans:
+        raise ValueError(f"{path}: plans must be a list with an entry, got {str(plans)[:80]}")
+    try:
+        return [
+            dataclasses.asdict(parse(plan, PlanPoint, where=f"plans[{i}]", is_open=True))
+            for i, plan in enumerate(plans)
+        ]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:

@@ -106,7 +106,15 @@ def measured_quality(
         records: each with `tt_rank`, `tt_tables`, `logloss` and `dense_logloss` (of the
             uncompressed model); those without the last are left out.
         prior: the model's prior error by (tt_rank, tt_tables).
+
+    Raises:
+        ValueError: if all are left out.
     """
+    if not any("dense_logloss" in record for record in records):
+        raise ValueError(
+            "records must have dense_logloss (of a sweep with compare_dense: true) to correct the "
+            f"error, got {len(records)} without"
+        )
     ratios: dict[int, list[float]] = {}
     for record in records:
         expected = prior.get((record["tt_rank"], record["tt_tables"]), 0.0)

@@ -1,5 +1,6 @@
 """Trains the Criteo example over a grid of settings, one run after the other, and resumes."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -8,6 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torchrec_tt.schema import (
+    Count,
+    NumBytes,
+    Positive,
+    PositiveInt,
+    Share,
+    check_fields,
+    parse,
+    read_json,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,19 +38,28 @@ class SweepFile:
         arguments: more flags of the example, for every run, such as "--adagrad".
         compare_dense: whether each run trains the uncompressed model too.
         timeout_seconds: of one run.
+
+    Raises:
+        ValueError: for a value that its annotation does not allow, or a grid without a run.
     """
 
     output_dir: str
     script: str = "examples/criteo/train.py"
     data: str = "made"
-    tt_ranks: list[int] = field(default_factory=lambda: [8, 16, 32, 64])
-    tt_tables: list[int] = field(default_factory=lambda: [3, 5, 7])
-    cache_load_factors: list[float] = field(default_factory=lambda: [0.0])
-    seeds: list[int] = field(default_factory=lambda: [0])
-    processes: int = 2
+    tt_ranks: list[PositiveInt] = field(default_factory=lambda: [8, 16, 32, 64])
+    tt_tables: list[Count] = field(default_factory=lambda: [3, 5, 7])
+    cache_load_factors: list[Share] = field(default_factory=lambda: [0.0])
+    seeds: list[Count] = field(default_factory=lambda: [0])
+    processes: PositiveInt = 2
     arguments: list[str] = field(default_factory=list)
     compare_dense: bool = False
-    timeout_seconds: float = 3600.0
+    timeout_seconds: Positive = 3600.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("tt_ranks", "tt_tables", "cache_load_factors", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must have an entry, got []")
 
     def settings(self) -> Iterator[dict[str, Any]]:
         """Returns the settings of each run."""
@@ -51,6 +72,57 @@ class SweepFile:
                 "cache_load_factor": cache,
                 "seed": seed,
             }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRecord:
+    """What `plot` and `tune` read of a run in `results.json`.
+
+    Attributes:
+        tt_rank: of the TT tables.
+        tt_tables: how many there are.
+        cache_load_factor: of their row caches; 0 is none.
+        seed: of the first weights.
+        embedding_bytes: of all tables.
+        logloss: held out.
+        samples_per_second: of the training.
+        dense_logloss: of the uncompressed model, where that was trained too.
+        dense_samples_per_second: of its training.
+    """
+
+    tt_rank: PositiveInt
+    tt_tables: Count
+    embedding_bytes: NumBytes
+    logloss: Positive
+    samples_per_second: Positive
+    cache_load_factor: Share = 0.0
+    seed: Count | None = None
+    dense_logloss: Positive | None = None
+    dense_samples_per_second: Positive | None = None
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """Returns the runs of `results.json`, or of what `torchrec-tt sweep --json` printed.
+
+    Raises:
+        ValueError: for a file that is neither, has no run, or a run without what `SweepRecord` has.
+        OSError: for a file that cannot be read.
+    """
+    content = read_json(path)
+    records = content.get("results") if isinstance(content, dict) else content
+    if not isinstance(records, list) or not records:
+        raise ValueError(f"{path} must have runs of a sweep, got {str(content)[:80]}")
+    try:
+        runs = [
+            parse(record, SweepRecord, where=f"run {i}", is_open=True)
+            for i, record in enumerate(records)
+        ]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return [
+        {name: value for name, value in dataclasses.asdict(run).items() if value is not None}
+        for run in runs
+    ]
 
 
 def run_sweep(
@@ -87,8 +159,8 @@ def _run(sweep: SweepFile, settings: dict[str, Any], folder: Path) -> dict[str, 
     own = folder / "_".join(f"{name}={value}" for name, value in settings.items())
     command = _command(sweep, settings, own)
     metrics, made_by = own / "metrics.json", own / "command.json"
-    if metrics.is_file() and made_by.is_file() and json.loads(made_by.read_text()) == command:
-        return json.loads(metrics.read_text())
+    if metrics.is_file() and made_by.is_file() and read_json(made_by) == command:
+        return read_json(metrics)
     own.mkdir(parents=True, exist_ok=True)
     made_by.unlink(missing_ok=True)
     with (own / "log.txt").open("w") as log:
@@ -108,7 +180,7 @@ def _run(sweep: SweepFile, settings: dict[str, Any], folder: Path) -> dict[str, 
     if run.returncode or not metrics.is_file():
         raise RuntimeError(f"{own.name} ended with {run.returncode}; see {own / 'log.txt'}")
     made_by.write_text(json.dumps(command))
-    return json.loads(metrics.read_text())
+    return read_json(metrics)
 
 
 def _command(sweep: SweepFile, settings: dict[str, Any], own: Path) -> list[str]:

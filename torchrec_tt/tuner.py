@@ -19,7 +19,7 @@ from torchrec_tt.model_file import ModelFile, Table
 from torchrec_tt.quality import MeasuredQuality, measured_quality, prior_error, svd_error
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.row_cache import num_slots_of_ratio
-from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.shape import TTShape, positive_ints
 from torchrec_tt.tt.traffic import Traffic
 
 TT_RANKS = (4, 8, 16, 32, 64, 128)
@@ -95,14 +95,11 @@ def tune(
             (`svd_error`) in place of the prior.
 
     Raises:
-        ValueError: if `budget_bytes` is not positive, a load factor is not in [0, 1), or nothing
-            fits: the message has the least that a rank needs.
+        ValueError: for an argument out of range, or if nothing fits: the message has the least that
+            a rank needs, or the least error that fits.
         PlannerError: if what fits the budget does not fit the cluster's memory.
     """
-    if budget_bytes <= 0:
-        raise ValueError(f"budget_bytes must be positive, got {budget_bytes}")
-    if not all(0 <= load_factor < 1 for load_factor in cache_load_factors):
-        raise ValueError(f"cache_load_factors must be in [0, 1), got {list(cache_load_factors)}")
+    _check(budget_bytes, tt_ranks, cache_load_factors, max_error)
     choices = _choices(
         model,
         list(_variants(model.tables, tt_ranks, row_strategies, cache_load_factors)),
@@ -110,12 +107,14 @@ def tune(
         weights or {},
     )
     total = budget_bytes * model.cluster.world_size
-    combined = [
-        combination
-        for combination in _combinations(choices)
-        if sum(choice.num_bytes for choice in combination) <= total
-        and sum(choice.error for choice in combination) <= max_error
-    ]
+    fitting = [c for c in _combinations(choices) if sum(choice.num_bytes for choice in c) <= total]
+    errors = [sum(choice.error for choice in combination) for combination in fitting]
+    if errors and min(errors) > max_error:
+        raise ValueError(
+            f"max_error must be at least {min(errors):.4g} for budget_bytes={budget_bytes:,}, "
+            f"got {max_error}"
+        )
+    combined = [c for c, error in zip(fitting, errors, strict=True) if error <= max_error]
     dense_bytes = sum(table[0].num_bytes for table in choices)
     least = sum(min(choice.num_bytes for choice in table) for table in choices)
     plans, last_error = [], None
@@ -132,7 +131,7 @@ def tune(
     if not plans:
         raise ValueError(
             f"budget_bytes must be at least {math.ceil(least / model.cluster.world_size):,} a rank "
-            f"for these tables and choices (max_error {max_error}), got {budget_bytes:,}"
+            f"for these tables and choices, got {budget_bytes:,}"
         )
     frontier = _pareto(plans, lambda plan: (plan.rank_bytes, plan.step_ms, plan.error))
     return sorted(frontier, key=lambda plan: plan.step_ms)
@@ -144,7 +143,16 @@ def quality_of_sweep(records: Sequence[Mapping[str, Any]], model: ModelFile) -> 
     Args:
         records: of `results.json`, of runs whose tables are the model's, with `--compare_dense`.
         model: the tables that were swept.
+
+    Raises:
+        ValueError: for a run of more TT tables than there are; as `measured_quality`.
     """
+    for record in records:
+        if record["tt_tables"] > len(model.tables):
+            raise ValueError(
+                f"tt_tables of a sweep's run must be at most the {len(model.tables)} tables of "
+                f"the model, got {record['tt_tables']}"
+            )
     order = sorted(range(len(model.tables)), key=lambda i: -model.tables[i].num_embeddings)
     shares = lookup_shares(model.tables)
     prior = {}
@@ -190,6 +198,18 @@ def lookup_shares(tables: Sequence[Table]) -> list[float]:
     """Returns each table's share of all lookups."""
     lookups = [t.pooling_factor * len(t.feature_names or [""]) for t in tables]
     return [count / sum(lookups) for count in lookups]
+
+
+def _check(
+    budget_bytes: int, tt_ranks: Sequence[int], load_factors: Sequence[float], max_error: float
+) -> None:
+    if budget_bytes <= 0:
+        raise ValueError(f"budget_bytes must be positive, got {budget_bytes}")
+    positive_ints(tt_ranks, name="tt_ranks")
+    if not all(0 <= load_factor < 1 for load_factor in load_factors):
+        raise ValueError(f"cache_load_factors must be in [0, 1), got {list(load_factors)}")
+    if not max_error >= 0:
+        raise ValueError(f"max_error must be at least 0, got {max_error}")
 
 
 def _shape(table: Table) -> TTShape | None:
