@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     """
     started = time.monotonic()
     paths = day_files(args.input) if args.input.is_dir() else [args.input]
-    prefixes = [f"day_{i}" for i in range(len(paths))] if args.input.is_dir() else ["train"]
+    prefixes = [path.name.split(".")[0] for path in paths] if args.input.is_dir() else ["train"]
     settings = _settings(args, paths)
     folder = Folder(path=args.output.with_name(args.output.name + ".partial"))
     if args.output.exists():

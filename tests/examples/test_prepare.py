@@ -15,6 +15,7 @@ from made_rows import MadeRows, write_made_rows
 from prepare import main
 
 CRITEO = Path(__file__).parents[2] / "examples" / "criteo"
+KAGGLE_ROWS = CRITEO.parents[2] / "shared" / "data" / "criteo_kaggle_8k.tsv.gz"
 SIZES = tuple(50 + 37 * column for column in range(NUM_CATS))
 # Kills itself at the n-th flush to the disk, as kill -9 would; without n counts them.
 KILLED = """
@@ -145,6 +146,27 @@ def test_days_share_their_vocabularies_plain_or_gzip(tmp_path):
         parts = [np.load(out / f"day_{i}_{kind}.npy") for i in range(3)]
         assert [len(part) for part in parts] == [700, 701, 702]
         assert np.concatenate(parts).tolist() == np.load(one / f"train_{kind}.npy").tolist()
+
+
+def test_days_keep_their_numbers(tmp_path):
+    (tmp_path / "days").mkdir()
+    made(tmp_path / "days" / "day_7.tsv", num_rows=100)
+    made(tmp_path / "days" / "day_10", num_rows=101)
+    out = prepared(tmp_path / "days", tmp_path / "out")
+    report = json.loads((out / "prepare.json").read_text())
+    assert report["rows"] == {"day_7": 100, "day_10": 101}
+    assert open_dataset(out, num_embeddings=SIZES).num_rows("train") == 100
+
+
+@pytest.mark.skipif(not KAGGLE_ROWS.exists(), reason=f"{KAGGLE_ROWS} is not there")
+def test_real_rows_are_the_same_prepared(tmp_path):
+    sizes = (1000,) * NUM_CATS
+    out = prepared(KAGGLE_ROWS, tmp_path / "out", "--hash_sizes", 1000)
+    as_text, as_npy = (open_dataset(path, num_embeddings=sizes) for path in (KAGGLE_ROWS, out))
+    one, other = (next(rows.batches("train", batch_size=6000)) for rows in (as_text, as_npy))
+    assert one.labels.equal(other.labels)
+    assert one.dense_features.equal(other.dense_features)
+    assert one.sparse_features.values().equal(other.sparse_features.values())
 
 
 def test_segments_of_any_length_make_the_same_bytes(tmp_path):
