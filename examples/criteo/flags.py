@@ -132,7 +132,7 @@ class Flags:
     keep_checkpoints: int = _flag(2, "how many of the newest to keep", rule="positive")
     resume: bool = _flag(False, "go on from the newest checkpoint, if there is one")
     tensorboard_dir: str | None = _flag(None, "a folder for TensorBoard's event files")
-    profile: bool = _flag(False, "profile ten steps into the output folder's trace.json")
+    profile: bool = _flag(False, "profile steps 6 to 15 into the output folder's trace.json")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:

@@ -35,12 +35,14 @@ class Model:
     """A model that a run trains.
 
     Attributes:
+        name: begins its files' names; none for the model that the run is about.
         configs: its tables.
         settings: what a checkpoint must have too to fit it.
         folder: of its checkpoints; None writes none.
         saved: the checkpoint that it goes on from.
     """
 
+    name: str
     configs: list[EmbeddingBagConfig]
     settings: dict[str, Any]
     folder: Path | None
@@ -78,6 +80,8 @@ def open_rows(flags: Flags, configs: list[EmbeddingBagConfig]) -> CriteoDataset:
         return open_dataset(Path(flags.data), num_embeddings=sizes)
     is_tt = [isinstance(config, TTEmbeddingBagConfig) for config in configs]
     columns = [c for c in largest_columns(sizes, count=len(sizes)) if is_tt[c]]
+    if not columns:
+        raise ValueError("--tables must have a TT table, which made rows' labels depend on")
     return made_dataset(
         flags.made_rows,
         num_embeddings=sizes,
@@ -87,7 +91,7 @@ def open_rows(flags: Flags, configs: list[EmbeddingBagConfig]) -> CriteoDataset:
 
 
 def model_of(
-    flags: Flags, configs: list[EmbeddingBagConfig], *, rows: CriteoDataset, subfolder: str
+    flags: Flags, configs: list[EmbeddingBagConfig], *, rows: CriteoDataset, name: str = ""
 ) -> Model:
     """Returns a model of these tables, and the checkpoint that it goes on from.
 
@@ -96,12 +100,12 @@ def model_of(
     """
     settings = _settings(flags, configs, num_train_rows=rows.num_rows("train"))
     if flags.checkpoint_dir is None:
-        return Model(configs=configs, settings=settings, folder=None, saved=None)
-    folder = Path(flags.checkpoint_dir) / subfolder
+        return Model(name=name, configs=configs, settings=settings, folder=None, saved=None)
+    folder = Path(flags.checkpoint_dir) / name
     saved = find(folder, resume=flags.resume)
     if saved is not None:
         check_settings(saved, settings)
-    return Model(configs=configs, settings=settings, folder=folder, saved=saved)
+    return Model(name=name, configs=configs, settings=settings, folder=folder, saved=saved)
 
 
 def plan(

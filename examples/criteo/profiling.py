@@ -39,21 +39,21 @@ class TimedBatches:
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None) -> Iterator[Any]:
-    """Gives a profiler whose `step()` ends a step; with a folder, its trace is written there.
+def profiled(path: Path | None) -> Iterator[Any]:
+    """Gives a profiler whose `step()` ends a step.
 
-    The steps 6 to 15 are profiled, on every rank; rank 0 prints the table and writes `trace.json`.
+    The steps 6 to 15 are profiled, on every rank; rank 0 prints the table and writes the trace.
 
     Args:
-        folder: for the trace; None profiles nothing, and gives None.
+        path: of the trace; None profiles nothing, and gives None.
     """
-    if folder is None:
+    if path is None:
         yield None
         return
 
     def on_trace_ready(found: profile) -> None:
         if dist.get_rank() == 0:
-            found.export_chrome_trace(str(folder / "trace.json"))
+            found.export_chrome_trace(str(path))
             table = found.key_averages().table(
                 sort_by="self_cpu_time_total", row_limit=_ROWS_OF_TABLE, max_name_column_width=60
             )

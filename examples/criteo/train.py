@@ -71,16 +71,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             dist.destroy_process_group()
             return
         log = Log(flags.tensorboard_dir)
-        check_writable(Path(flags.output_dir))
+        for folder in (flags.output_dir, flags.checkpoint_dir):
+            if folder is not None:
+                check_writable(Path(folder))
         rows = open_rows(flags, configs)
-        models = [model_of(flags, configs, rows=rows, subfolder="")]
+        models = [model_of(flags, configs, rows=rows)]
         if flags.compare_dense:
-            models.append(model_of(flags, dense_tables(configs), rows=rows, subfolder="dense"))
+            models.append(model_of(flags, dense_tables(configs), rows=rows, name="dense"))
     except (ValueError, OSError, PlannerError) as error:
         _exit(error)
     try:
         metrics = run(flags, models, rows=rows, log=log)
-    except (PlannerError, FloatingPointError, RowsError, CheckpointException) as error:
+    except (PlannerError, FloatingPointError, RowsError, CheckpointException, OSError) as error:
         _exit(error)
     if dist.get_rank() == 0:
         metrics = {"data": flags.data, **metrics}
@@ -99,6 +101,7 @@ def run(flags: Flags, models: list[Model], *, rows: CriteoDataset, log: Log) -> 
         FloatingPointError: if the loss is not finite.
         RowsError: if rows cannot be read.
         CheckpointException: if a checkpoint cannot be written or read.
+        OSError: if a file cannot be written.
     """
     if dist.get_rank() == 0:
         (Path(flags.output_dir) / "metrics.json").unlink(missing_ok=True)
@@ -169,7 +172,12 @@ def train_and_test(flags: Flags, model: Model, *, rows: CriteoDataset, log: Log)
             sharding_types=types,
             keep=flags.keep_checkpoints,
         )
-    with profiled(Path(flags.output_dir) if flags.profile else None) as training.profiler:
+    trace = None
+    if flags.profile:
+        trace = Path(flags.output_dir) / (
+            f"{model.name}_trace.json" if model.name else "trace.json"
+        )
+    with profiled(trace) as training.profiler:
         train(training)
     return Outcome(
         progress=progress,

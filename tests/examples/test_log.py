@@ -1,0 +1,54 @@
+import io
+import sys
+
+import log
+import pytest
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_log_gets_lines_without_carriage_returns(monkeypatch, capsys):
+    monkeypatch.setattr(log, "_SECONDS_BETWEEN_LINES", 0)
+    with log.Log(None).steps("epoch 0", first=3, total=5) as bar:
+        bar.set_postfix_str("loss 0.5", False)
+        bar.update()
+        bar.update()
+    assert capsys.readouterr().err == (
+        "epoch 0: 4 of 5 steps, 00:00 left, loss 0.5\nepoch 0: 5 of 5 steps, 00:00 left, loss 0.5\n"
+    )
+
+
+def test_a_log_gets_no_line_before_its_time(capsys):
+    with log.Log(None).steps("epoch 0", total=5) as bar:
+        bar.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with log.Log(None).steps("epoch 0", first=3, total=5) as bar:
+        assert isinstance(bar, tqdm)
+        bar.update(2)
+    assert "epoch 0: 100%" in terminal.getvalue()
+    assert "| 5/5 [" in terminal.getvalue()
+
+
+def test_tensorboard_is_refused_where_it_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="--tensorboard_dir needs the package tensorboard"):
+        log.Log(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_is_found_early(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        log.check_writable(tmp_path / "file" / "folder")
