@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_tt import TTEmbeddingBag
+from torchrec_tt import TTEmbedding, TTEmbeddingBag
 from torchrec_tt.tt.factorize import factorize_rows
 
 IDS = torch.tensor([5, 2, 2, 9, 0, 49, 7])
@@ -253,3 +253,18 @@ def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
         tt_ranks=bag.shape.tt_ranks,
     )
     assert bag.shape.row_factors == fast != factorize_rows(1_000_000)
+
+
+@pytest.mark.parametrize("module", [TTEmbeddingBag, TTEmbedding])
+def test_precision_reaches_the_lookup_and_changes_nothing_on_the_cpu(module) -> None:
+    ids = torch.tensor([[0, 5], [7, 7]])
+    torch.manual_seed(0)
+    plain = module(24, 12, tt_ranks=[2, 3])
+    rows = plain(ids)
+    for precision in ("highest", "high", "medium", None):
+        hinted = module(24, 12, tt_ranks=[2, 3], precision=precision)
+        hinted.load_state_dict(plain.state_dict())
+        assert hinted._lookup.precision == precision  # what a call on CUDA passes on
+        assert torch.equal(hinted(ids), rows)
+    with pytest.raises(ValueError, match=r"precision must be one of .* got 'tf32'"):
+        module(24, 12, tt_ranks=[2, 3], precision="tf32")

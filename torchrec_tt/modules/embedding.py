@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from torchrec_tt.modules.cores import TTCores, as_fx_leaf
 from torchrec_tt.ops.embedding_bag import embedding_bag
-from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
+from torchrec_tt.ops.lookup import CheckMode, Lookup, Precision, TTTable
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.init import TTInit
 
@@ -26,6 +26,8 @@ class TTEmbedding(TTCores):
         tt_init: how `reset_parameters` draws the cores, see `torchrec_tt.tt.init`.
         check_mode: for ids outside `[0, num_embeddings)`: "fatal" raises, "warning" and "ignore"
             read row 0.
+        precision: of products on CUDA: "highest", "high" (TF32) or "medium" (BF16); None follows
+            `torch.set_float32_matmul_precision`. The CPU computes in float32 whatever it says.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores).
@@ -59,6 +61,7 @@ class TTEmbedding(TTCores):
         row_strategy: RowStrategy = "balanced",
         tt_init: TTInit = "sampled_gaussian",
         check_mode: CheckMode = "fatal",
+        precision: Precision | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
@@ -76,7 +79,10 @@ class TTEmbedding(TTCores):
             output_dtype=output_dtype,
         )
         self._lookup = Lookup(
-            [TTTable(name="weight", shape=self.shape)], pooling="none", check_mode=check_mode
+            [TTTable(name="weight", shape=self.shape)],
+            pooling="none",
+            check_mode=check_mode,
+            precision=precision,
         )
 
     def forward(

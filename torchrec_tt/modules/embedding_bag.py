@@ -12,7 +12,7 @@ from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.modules.row_caches import RowCaches, cached_embedding_bag
 from torchrec_tt.ops.embedding_bag import check_tensors, embedding_bag, sum_dtype
-from torchrec_tt.ops.lookup import CheckMode, Lookup, TTTable
+from torchrec_tt.ops.lookup import CheckMode, Lookup, Precision, TTTable
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.init import TTInit
 
@@ -38,6 +38,8 @@ class TTEmbeddingBag(TTCores):
             by `cache.optimizer`, the cores by whatever optimizer has `parameters()`.
         table_name: in messages about the cache, and what the rounding of its 16-bit rows depends
             on.
+        precision: of products on CUDA: "highest", "high" (TF32) or "medium" (BF16); None follows
+            `torch.set_float32_matmul_precision`. The CPU computes in float32 whatever it says.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores).
@@ -76,6 +78,7 @@ class TTEmbeddingBag(TTCores):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         check_mode: CheckMode = "fatal",
+        precision: Precision | None = None,
         cache: RowCacheConfig | None = None,
         table_name: str = "weight",
         device: torch.device | str | None = None,
@@ -101,7 +104,10 @@ class TTEmbeddingBag(TTCores):
         self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx = _checked_padding_idx(padding_idx, self.num_embeddings)
         self._lookup = Lookup(
-            [TTTable(name="weight", shape=self.shape)], pooling=mode, check_mode=check_mode
+            [TTTable(name="weight", shape=self.shape)],
+            pooling=mode,
+            check_mode=check_mode,
+            precision=precision,
         )
         self.row_cache, self._caches = None, None
         if cache is not None:

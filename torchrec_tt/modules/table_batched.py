@@ -20,7 +20,7 @@ from torchrec_tt.ops.embedding_bag import (
     plan,
     sum_dtype,
 )
-from torchrec_tt.ops.lookup import CheckMode, Lookup, Pooling, TTTable
+from torchrec_tt.ops.lookup import CheckMode, Lookup, Pooling, Precision, TTTable
 from torchrec_tt.optim import CoreOptimizer, TTOptimizerConfig
 
 ReduceGradients = Callable[[list[Tensor]], list[Tensor]]
@@ -42,6 +42,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             it too, as `fold_rows` does.
         caches: by table name, for tables that keep their hottest rows uncompressed: see
             `RowCacheConfig`. Cached rows are stepped in backward, whatever steps the cores.
+        precision: of products on CUDA, see `Lookup`.
         device: of the cores; "meta" is allowed.
         dtype: of the cores: float32, bfloat16, float16 or float64. Sums are float32 (float64 for
             float64 cores), and so are the optimizer's moments.
@@ -64,6 +65,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         *,
         pooling: Pooling = "sum",
         check_mode: CheckMode = "fatal",
+        precision: Precision | None = None,
         optimizer: TTOptimizerConfig | None = None,
         reduce_gradients: ReduceGradients | None = None,
         caches: Mapping[str, RowCacheConfig] | None = None,
@@ -78,7 +80,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
         check_dtypes(dtype, output_dtype=output_dtype)
         if reduce_gradients is not None and optimizer is None:
             raise ValueError("reduce_gradients must come with an optimizer, got optimizer=None")
-        self.lookup = Lookup(tables, pooling=pooling, check_mode=check_mode)
+        self.lookup = Lookup(tables, pooling=pooling, check_mode=check_mode, precision=precision)
         self.cores = nn.ModuleDict(
             {
                 table.name: nn.ParameterList(

@@ -69,7 +69,8 @@ class Lookup:
             row 0 (FBGEMM's bounds-check modes).
         precision: of matrix products with float32 cores on CUDA: "highest" float32, "high" TF32,
             "medium" bfloat16 factors, summed in float32 always; None: that of
-            `torch.get_float32_matmul_precision()` at the time of a call.
+            `torch.get_float32_matmul_precision()` at the time of a call. A hint, as torch's is: the
+            CPU computes in float32 whatever it says.
 
     Raises:
         ValueError: if there is no table, a choice is unknown, or tables without pooling differ in

@@ -40,7 +40,9 @@ def workspace_bytes(
     core_element_size: int = 4,
     vector_bytes: int = 32,
 ) -> Workspace:
-    """Returns the workspace of a call on one table: nothing in it is of size indices x rank^2.
+    """Returns the workspace of a CPU call on one table: nothing in it is of size indices x rank^2.
+
+    CUDA keeps more: a forward `4 N D` of the widest D of the call, as the host does not know U.
 
     With N indices, U distinct rows, Q distinct prefixes, H heads, W threads, c chunks (see
     `num_chunks`), r the last rank rounded up to the vector width, and a float of 4 bytes:
