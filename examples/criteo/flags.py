@@ -224,7 +224,7 @@ def _parsed(content: object) -> Flags:
     for name in REFUSED if isinstance(content, dict) else ():
         if name in content:
             raise ValueError(f"--{name} must be left out: {REFUSED[name]}")
-    flags = parse(content, Flags, where="the flags")
+    flags = parse(content, Flags)
     for field in dataclasses.fields(Flags):
         _check_rule(f"--{field.name}", getattr(flags, field.name), field.metadata["rule"])
     return flags
