@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COMPONENTS = ROOT / "torchx_components" / "train.py"
 SMALL_FLAGS = (
-    *("--made_rows", "6000", "--batch_size", "32", "--test_batch_size", "64"),
+    *("--batch_size", "32", "--test_batch_size", "64"),
     *("--num_embeddings_per_feature", ",".join(str(40 + 100 * column) for column in range(26))),
     *("--tt_tables", "4", "--tt_rank", "4"),
     *("--dense_arch_layer_sizes", "32,16", "--over_arch_layer_sizes", "32,1"),
 )
+LONG_ENOUGH_TO_KILL = (*SMALL_FLAGS, "--made_rows", "10000", "--save_every", "10", "--resume")
 SHOWS_ITS_RANKS = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -149,7 +150,10 @@ def test_the_reason_of_a_failure_is_kept(tmp_path):
 
 def test_two_nodes_train_and_resume(tmp_path, free_port):
     flags = ("-j", "2x2", "--rdzv_port", str(free_port))
-    checkpoints = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--resume")
+    checkpoints = (
+        *("--made_rows", "6000"),
+        *("--checkpoint_dir", str(tmp_path / "checkpoints"), "--resume"),
+    )
     metrics, log = trained(*flags, script_flags=checkpoints, output_dir=tmp_path / "first")
     assert metrics["ranks"] == 4
     assert "resumed from" not in log
@@ -161,36 +165,27 @@ def test_two_nodes_train_and_resume(tmp_path, free_port):
 
 
 def test_a_job_whose_rank_dies_goes_on_from_its_checkpoint(tmp_path):
-    checkpoints = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--save_every", "10")
-    output_dir = tmp_path / "run"
-    job = started(
-        "criteo",
-        *("--max_restarts", "1"),
-        script_flags=(*SMALL_FLAGS, *checkpoints, "--resume", "--output_dir", str(output_dir)),
-    )
+    folders = ("--checkpoint_dir", f"{tmp_path}/checkpoints", "--output_dir", f"{tmp_path}/run")
+    job = started("criteo", "--max_restarts", "1", script_flags=(*LONG_ENOUGH_TO_KILL, *folders))
     wait_for_checkpoint(tmp_path / "checkpoints", job)
-    os.kill(rank_processes(output_dir)[1], signal.SIGKILL)
+    os.kill(rank_processes(tmp_path / "run")[1], signal.SIGKILL)
     code, log = ended(job)
     assert code == 0, log
     assert f"resumed from {tmp_path}/checkpoints/" in log
-    metrics = json.loads((output_dir / "metrics.json").read_text())
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["steps"] == -(-metrics["train_rows"] // 64)
 
 
 def test_a_job_that_is_run_again_goes_on_from_its_checkpoint(tmp_path):
-    checkpoints = (
-        *("--checkpoint_dir", str(tmp_path / "checkpoints")),
-        *("--save_every", "10", "--resume"),
-    )
-    job = started(
-        "criteo",
-        script_flags=(*SMALL_FLAGS, *checkpoints, "--output_dir", str(tmp_path / "run")),
-    )
+    folders = ("--checkpoint_dir", f"{tmp_path}/checkpoints", "--output_dir", f"{tmp_path}/run")
+    job = started("criteo", script_flags=(*LONG_ENOUGH_TO_KILL, *folders))
     wait_for_checkpoint(tmp_path / "checkpoints", job)
     os.kill(rank_processes(tmp_path / "run")[0], signal.SIGKILL)
-    code, log = ended(job)
+    code, _ = ended(job)
     assert code == 1
     assert not (tmp_path / "run" / "metrics.json").exists()
-    metrics, log = trained(script_flags=checkpoints, output_dir=tmp_path / "run")
+    code, log = ended(started("criteo", script_flags=(*LONG_ENOUGH_TO_KILL, *folders)))
+    assert code == 0, log
     assert f"resumed from {tmp_path}/checkpoints/" in log
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["steps"] == -(-metrics["train_rows"] // 64)
