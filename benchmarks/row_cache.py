@@ -7,7 +7,9 @@ Sections, each under two minutes on one core:
     steps     a training step with a filled cache over one without, counting included
     refresh   share of the training time that refreshes take at the default schedule
     crossing  a training step over nn.EmbeddingBag's on the uncompressed table, by hit rate
-    drift     loss on drifting streams, folding evicted rows over dropping them
+    drift     loss on drifting streams, folding evicted rows over dropping them, and hit rate over
+              that of each step's true top rows
+    moving    hit rate and step time, refreshes included, where a hot row leaves at each step
     memory    bytes of tags and counter over those of the cached rows
 
 Prints one table; `--json` writes its lines as records. Limits are those that a figure is held to;
@@ -229,27 +231,35 @@ def crossing() -> Iterator[Line]:
             )
 
 
+DRIFTING_ROWS, DRIFTING_SLOTS = 100_000, 2000
+
+
 def drift(*, num_steps: int = 600) -> Iterator[Line]:
-    """Rows learn targets that are low-rank but for some noise; the loss is of the last half."""
+    """Rows learn targets that are low-rank but for some noise; figures are of the last half."""
+    law = torch.arange(1, DRIFTING_ROWS + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
+    best = float(law[DRIFTING_SLOTS - 1] / law[-1])
     places: dict[str, Callable[[Tensor, int], Tensor]] = {  # of a popularity at a step
         "cool slowly": lambda rank, step: rank - 10 * step,
         "come back": lambda rank, step: rank + 50_000 * (step // 100 % 2),
         "are gone at once": lambda rank, step: rank + 2 * step,
     }
     for (title, place), noise in itertools.product(places.items(), (0.3, 1.0)):
-        losses = {
-            kind: drift_loss(kind, place, noise=noise, num_steps=num_steps)
+        runs = {
+            kind: drifted(kind, place, noise=noise, num_steps=num_steps)
             for kind in ("none", "drop", "fold")
         }
-        shown = ", ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
+        shown = ", ".join(f"{kind} {loss:.4f}" for kind, (loss, _) in runs.items())
         line = f"hot rows {title}, noise {noise}: {shown}; fold / drop"
-        yield line, losses["fold"] / losses["drop"], None
+        loss, rate = runs["fold"]
+        yield line, loss / runs["drop"][0], None
+        yield f"    hit rate {rate:.3f} of {best:.3f} for the true top rows", rate / best, None
 
 
-def drift_loss(
+def drifted(
     kind: str, place: Callable[[Tensor, int], Tensor], *, noise: float, num_steps: int
-) -> float:
-    rows, dim = 100_000, 16
+) -> tuple[float, float]:
+    """Loss and hit rate."""
+    rows, dim = DRIFTING_ROWS, 16
     generator = torch.Generator().manual_seed(1)
     low_rank = make_shape(rows, dim, tt_ranks=[4, 4])
     cores = [torch.empty(size) for size in low_rank.core_shapes]
@@ -261,7 +271,7 @@ def drift_loss(
     scatter = torch.randperm(rows, generator=generator)
     config = TTOptimizerConfig(optimizer="adagrad", learning_rate=0.1)
     cache = RowCacheConfig(
-        num_rows=2000,
+        num_rows=DRIFTING_SLOTS,
         first_refresh=100,
         refresh_growth=1,
         on_evict="drop" if kind == "none" else kind,
@@ -275,13 +285,51 @@ def drift_loss(
     init_cores_(module.all_cores(), shape=shape, generator=generator)
     total = 0.0
     for step in range(num_steps):
+        if 2 * step == num_steps and kind != "none":
+            cache_of(module).reset_statistics()
         uniform = torch.rand(2048, dtype=torch.float64, generator=generator) * law[-1]
         rank = torch.searchsorted(law, uniform).clamp_(max=rows - 1)
         ids = scatter[place(rank, step) % rows]
         error = module(ids, torch.arange(2049)) - targets[ids]
         (error.square().sum() / 2048).backward()
         total += float(error.detach().square().mean()) * (2 * step >= num_steps)
-    return total / (num_steps - num_steps // 2)
+    loss = total / (num_steps - num_steps // 2)
+    return loss, 0.0 if kind == "none" else hit_rate(module)
+
+
+def moving(*, num_steps: int = 700) -> Iterator[Line]:
+    """At the default schedule; the hottest row of each step was the second before (Zipf 1.05)."""
+    law, scatter = bench.popularity(1.05)
+    names = {"none": None, **{f"{100 * r:g} %": r for r in RATIOS}}
+    modules = {
+        name: make_module(WIDE, None if ratio is None else RowCacheConfig(load_factor=ratio))
+        for name, ratio in names.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(num_steps):
+        if 2 * step == num_steps:
+            for name in list(names)[1:]:
+                cache_of(modules[name]).reset_statistics()
+        rank = torch.searchsorted(law, torch.rand(BATCH, dtype=torch.float64))
+        batch = (
+            scatter[(rank + step) % ROWS],
+            torch.arange(BATCH + 1),
+            torch.randn(BATCH, 64) * 0.01,
+        )
+        for name, module in modules.items():
+            timed(training_step(module), seconds[name])(*batch, train=True)
+    step_ms = {
+        name: 2e3 * sum(each[num_steps // 2 :]) / num_steps for name, each in seconds.items()
+    }
+    for name in list(names)[1:]:
+        best, rate = float(law[cache_of(modules[name]).num_slots - 1]), hit_rate(modules[name])
+        yield (
+            f"{name} of the rows: hit rate {rate:.3f} of {best:.3f} for each step's top rows",
+            rate / best,
+            None,
+        )
+        line = f"    a step takes {step_ms[name]:.2f} ms of {step_ms['none']:.2f}"
+        yield line, step_ms[name] / step_ms["none"], None
 
 
 def memory() -> Iterator[Line]:
@@ -298,6 +346,7 @@ SECTIONS: dict[str, Callable[..., Iterator[Line]]] = {
     "refresh": refresh,
     "crossing": crossing,
     "drift": drift,
+    "moving": moving,
     "memory": memory,
 }
 

@@ -29,6 +29,7 @@ _STATES: dict[
 _RATIO, _MARGIN = 1.25, 1.0  # a row must be looked up so much oftener to take another's slot (lfu)
 _MOST_FOLDED = _MOST_KEPT = 2048  # rows: a refresh takes at most so long
 FOLDED_WEIGHT = 0.25  # of a row that leaves: it is looked up less than its heat says
+_ROWS_AT_ONCE = 4096  # whose memory is soon used again: new pages cost more than the arithmetic
 _KEPT_PER_FOLDED = 8  # rows that a fold holds where they are, for each one that it folds
 
 
@@ -183,9 +184,16 @@ class RowCache(nn.Module):
     def missed(self, placement: Placement, cores: Sequence[Tensor]) -> Tensor:  # [E] float64
         """Returns each evicted row's squared distance from what the cores give, times its heat."""
         wide = [core.detach().to(sum_dtype(core)) for core in cores]
-        of_cores = CoreRows(self.table, placement.evicted_ids).values(wide)
-        difference = placement.evicted_rows.double() - of_cores
-        return difference.square().sum(1) * self._weights(placement.evicted_heats)
+        pieces = zip(
+            placement.evicted_ids.split(_ROWS_AT_ONCE),
+            placement.evicted_rows.split(_ROWS_AT_ONCE),
+            strict=True,
+        )
+        squares = [
+            (CoreRows(self.table, ids).values(wide) - rows).square_().sum(1, dtype=torch.float64)
+            for ids, rows in pieces
+        ]
+        return torch.cat(squares) * self._weights(placement.evicted_heats)
 
     def fold(self, placement: Placement, missed: Tensor, cores: Sequence[Tensor]) -> RowFold:
         """Returns what moves the cores towards evicted rows and holds the hottest others.

@@ -91,7 +91,7 @@ class RowFold:
 
     def squares(self, difference: Tensor) -> Tensor:  # [E + K, D] -> float64 [2]
         """Returns the weighted sum of squares of all rows, and that of the folded ones."""
-        squares = difference.double().square().sum(1) * self.weights
+        squares = difference.square().sum(1, dtype=torch.float64) * self.weights
         return torch.stack([squares.sum(), squares[: self.num_folded].sum()])
 
     def move(self, changes: Tensor, directions: Sequence[Tensor], step: float) -> None:
@@ -135,10 +135,10 @@ def fold_rows(
         flat = iter(total([grad for fold in folds for grad in fold.gradient()]))
         for i, fold in enumerate(folds):
             grads = [next(flat) for _ in fold.cores]
-            before, squares[i] = squares[i], sum(float(g.double().square().sum()) for g in grads)
+            before, squares[i] = squares[i], sum(_sum_of_squares(grad) for grad in grads)
             if iteration and before > 0:
-                pairs = zip(grads, directions[i], strict=True)
-                grads = [g + squares[i] / before * p for g, p in pairs]
+                for grad, direction in zip(grads, directions[i], strict=True):
+                    grad.add_(direction, alpha=squares[i] / before)
             directions[i] = grads
         changes = [
             fold.rows.derivative(fold.wide, direction)
@@ -151,6 +151,10 @@ def fold_rows(
             if curvatures[i] > 0:
                 fold.move(changes[i], directions[i], squares[i] / curvatures[i])
     return _take_best_parts(folds, total)
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    return float(values.square().sum(dtype=torch.float64))
 
 
 def _take_best_parts(folds: Sequence[RowFold], total: Reduce) -> Tensor:
