@@ -1,113 +1,12 @@
-// The emulation's runtime: fibers and their schedule, barriers, and the record of who touched what.
-// Compiled without -fsanitize=thread, whose hooks it defines; one host thread at a time may launch.
-#include "cuda_emulation.h"
+// Fibers and their schedule, barriers and collectives; one host thread at a time may launch.
+#include "cuda_emulation_state.h"
 
-#include <csetjmp>
 #include <cstdio>
 #include <dlfcn.h>
-#include <map>
-#include <memory>
 #include <random>
-#include <string>
-#include <sys/mman.h>
-#include <ucontext.h>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace cuda_emulation {
 namespace {
-
-constexpr int kMaxThreads = 1024;
-constexpr size_t kStackBytes = 128 << 10;
-constexpr size_t kSharedBytes = 256 << 10;
-constexpr size_t kDefaultDynamicBytes = 48 << 10;  // more must be asked for, as in CUDA
-constexpr int kRecords = 128;  // of collectives of a warp; at most 32 are in use
-
-enum class State { kReady, kAtBarrier, kInCollective, kDone };
-
-struct Thread {
-  jmp_buf context;
-  State state;
-  bool has_started;
-  dim3 index;
-  int number, lane, warp;
-  unsigned mask;        // of the collective it waits in
-  Collective kind;
-  const unsigned char* received;
-  uint32_t clock[32];   // what it knows of its warp's lanes: ordered before it up to here
-};
-
-struct Warp {
-  unsigned arrived = 0;
-  int next_record = 0;
-};
-
-// Who last touched a word, and when: within a block by barrier, within a warp by lanes' clocks.
-struct Touch {
-  uint32_t block = 0;  // serial number of the block's run; 0: never
-  uint32_t epoch = 0;  // block barriers passed
-  uint32_t clock = 0;  // of the lane
-  uint16_t thread = 0;
-  uint8_t bytes = 0;  // of the word
-  bool is_atomic = false;
-};
-
-struct Word {
-  Touch write;
-  Touch read, other_lane, other_warp;  // the last reader; before it, one beside it and one not
-  uint32_t filled_block = 0;
-  uint8_t filled = 0;  // bytes that filled_block wrote
-};
-
-struct Emulation {
-  // One mapping for stacks, lanes' values and shared memory, so that one comparison tells them.
-  char* arena = nullptr;
-  char* shared = nullptr;
-  unsigned char* records = nullptr;
-  std::vector<Thread> threads{kMaxThreads};
-  std::vector<Warp> warps{kMaxThreads / 32};
-  std::vector<int> order;
-  jmp_buf scheduler;
-  ucontext_t start;
-  const std::function<void()>* body = nullptr;
-  const char* kernel = "";
-  Thread* current = nullptr;
-  dim3 grid, block, block_at;
-  int num_threads = 0, num_alive = 0, num_waiting = 0, site = 0, votes = 0, last_votes = 0;
-  uint32_t serial = 0, first_serial = 0;  // of this block's run, and of the launch's first
-  uint32_t epoch = 0;
-  size_t dynamic_bytes = 0, shared_used = 0;
-  std::map<const void*, char*> statics;
-  std::vector<Word> shared_words{kSharedBytes / 4};
-  std::unordered_map<uintptr_t, std::unique_ptr<Word[]>> pages;
-  uintptr_t last_page = 0;
-  Word* last_words = nullptr;
-  std::map<const void*, int> allowed_bytes;
-  std::vector<std::string> sites;
-  std::map<std::pair<const char*, int>, int> known_sites;
-  int disabled_site = -1;
-  int seed = 0;
-  int num_launches = 0;
-  int shared_limit = 99 << 10;
-  std::string error, text;
-
-  Emulation() {
-    const size_t records_bytes = size_t{kMaxThreads} / 32 * kRecords * 32 * kMaxLaneBytes;
-    const size_t size = kMaxThreads * kStackBytes + records_bytes + kSharedBytes;
-    arena = static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    shared = arena + kMaxThreads * kStackBytes;
-    records = reinterpret_cast<unsigned char*>(shared + kSharedBytes);
-  }
-  bool is_private(const char* address) const {
-    return address >= arena && (address < shared || address >= shared + kSharedBytes) &&
-           address < reinterpret_cast<char*>(records) +
-                         size_t{kMaxThreads} * kRecords * kMaxLaneBytes;
-  }
-};
-
-Emulation machine;
 
 // Where the lanes of a warp that come to a collective now put their values.
 unsigned char* record_of(int warp) {
@@ -119,6 +18,8 @@ void switch_to_scheduler() {
   if (!_setjmp(machine.current->context)) _longjmp(machine.scheduler, 1);
 }
 
+}  // namespace
+
 std::string place(const Thread& t) {
   char text[120];
   std::snprintf(text, sizeof(text), "thread (%u, %u, %u) of block (%u, %u, %u)", t.index.x,
@@ -126,8 +27,7 @@ std::string place(const Thread& t) {
   return text;
 }
 
-// Remembers the first error; inside a kernel, ends the launch.
-void fail(const std::string& message, const void* at = nullptr) {
+void fail(const std::string& message, const void* at) {
   if (machine.error.empty()) {
     machine.error = std::string(machine.kernel) + ": " + message;
     Dl_info info;
@@ -142,83 +42,7 @@ void fail(const std::string& message, const void* at = nullptr) {
   if (machine.current) _longjmp(machine.scheduler, 1);
 }
 
-bool is_before_now(const Touch& touch, const Thread& now, bool in_shared) {
-  if (touch.block < (in_shared ? machine.serial : machine.first_serial)) return true;
-  if (touch.block != machine.serial) return false;
-  if (touch.thread == now.number || touch.epoch < machine.epoch) return true;
-  return touch.thread / 32 == now.warp && touch.clock <= now.clock[touch.thread % 32];
-}
-
-void check_race(const Touch& earlier, const Touch& now, const char* was, const char* is,
-                bool in_shared, const void* at) {
-  if (!(earlier.bytes & now.bytes) || (earlier.is_atomic && now.is_atomic)) return;
-  if (is_before_now(earlier, *machine.current, in_shared)) return;
-  const std::string whose = earlier.block == machine.serial
-                                ? "thread " + std::to_string(earlier.thread) + " of the same block"
-                                : "another block";
-  fail("race in " + std::string(in_shared ? "shared" : "global") + " memory: " +
-           place(*machine.current) + is + " what " + whose + was + " with no barrier between",
-       at);
-}
-
-Word* words_of_page(uintptr_t page) {
-  if (page != machine.last_page || !machine.last_words) {
-    auto& words = machine.pages[page];
-    if (!words) words.reset(new Word[1024]);
-    machine.last_page = page;
-    machine.last_words = words.get();
-  }
-  return machine.last_words;
-}
-
-void touch_word(Word& word, uint8_t bytes, bool in_shared, Access access, const void* at) {
-  const Thread& t = *machine.current;
-  const bool is_atomic = access == Access::kAtomic;
-  const Touch now{machine.serial,  machine.epoch, t.clock[t.lane],
-                  static_cast<uint16_t>(t.number), bytes, is_atomic};
-  const uint8_t filled = word.filled_block == machine.serial ? word.filled : 0;
-  if (access != Access::kWrite && in_shared && (bytes & ~filled)) {
-    fail("read of shared memory that the block has not written, by " + place(t), at);
-  }
-  if (access == Access::kConstantRead && word.write.block >= machine.first_serial) {
-    fail("__ldg of what the same launch writes, by " + place(t), at);
-  }
-  const bool is_write = access == Access::kWrite || is_atomic;
-  check_race(word.write, now, " wrote", is_write ? " writes" : " reads", in_shared, at);
-  if (!is_write) {
-    const bool is_beside = word.read.block == now.block && word.read.thread / 32 == now.thread / 32;
-    if (!is_beside) {
-      word.other_warp = word.read;
-    } else if (word.read.thread != now.thread) {
-      word.other_lane = word.read;
-    }
-    word.read = now;
-    return;
-  }
-  for (const Touch* read : {&word.read, &word.other_lane, &word.other_warp}) {
-    check_race(*read, now, " read", " writes", in_shared, at);
-  }
-  word.write = now;
-  word.filled_block = machine.serial;
-  word.filled = filled | bytes;
-}
-
-void touch(const void* address, size_t bytes, Access access, const void* at) {
-  if (!machine.current) return;
-  const auto* from = static_cast<const char*>(address);
-  if (machine.is_private(from)) return;
-  const bool in_shared = from >= machine.shared && from < machine.shared + kSharedBytes;
-  const auto shared = reinterpret_cast<uintptr_t>(machine.shared);
-  const auto begin = reinterpret_cast<uintptr_t>(from), end = begin + bytes;
-  for (uintptr_t word = begin & ~uintptr_t{3}; word < end; word += 4) {
-    uint8_t mask = 15;
-    if (word < begin) mask &= static_cast<uint8_t>(15 << (begin - word));
-    if (word + 4 > end) mask &= static_cast<uint8_t>(15 >> (word + 4 - end));
-    Word& record = in_shared ? machine.shared_words[(word - shared) / 4]
-                             : words_of_page(word >> 12)[(word >> 2) & 1023];
-    touch_word(record, mask, in_shared, access, at);
-  }
-}
+namespace {
 
 void run_thread() {
   (*machine.body)();
@@ -349,12 +173,6 @@ void* static_shared(const void* site, size_t bytes) {
   return memory;
 }
 
-void note_access(const void* address, size_t bytes, Access access) {
-  touch(address, bytes, access, __builtin_return_address(0));
-}
-
-void copy_unseen(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-
 int barrier_site(const char* file, int line, const char* what) {
   const auto [known, is_new] = machine.known_sites.try_emplace({file, line}, 0);
   if (is_new) {  // the same file can have several names: a header of two sources
@@ -462,75 +280,3 @@ void launch(const void* kernel, const char* name, dim3 grid, dim3 block, size_t 
 }
 
 }  // namespace cuda_emulation
-
-using cuda_emulation::machine;
-
-constexpr cudaError_t kEmulationError = 719;  // cudaErrorLaunchFailure
-cudaError_t cudaPeekAtLastError() { return machine.error.empty() ? cudaSuccess : kEmulationError; }
-cudaError_t cudaGetLastError() {
-  if (machine.error.empty()) return cudaSuccess;
-  machine.text = std::exchange(machine.error, "");
-  return kEmulationError;
-}
-const char* cudaGetErrorString(cudaError_t error) {
-  if (error == kEmulationError) return machine.text.c_str();
-  return error == cudaSuccess ? "no error" : "invalid argument";
-}
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? machine.shared_limit
-           : attribute == cudaDevAttrMultiProcessorCount        ? 4
-           : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
-                                                                : 0;
-  return cudaSuccess;
-}
-cudaError_t cuda_emulation_set_attribute(const void* kernel, cudaFuncAttribute, int value) {
-  if (value > machine.shared_limit) return cudaErrorInvalidValue;
-  machine.allowed_bytes[kernel] = value;
-  return cudaSuccess;
-}
-
-// What emulation.py calls.
-extern "C" {
-int emulation_num_launches() { return machine.num_launches; }
-void emulation_set_schedule(int seed) { machine.seed = seed; }
-void emulation_set_shared_limit(int bytes) { machine.shared_limit = bytes; }
-void emulation_disable_barrier(int site) { machine.disabled_site = site; }
-int emulation_num_barriers() { return static_cast<int>(machine.sites.size()); }
-const char* emulation_barrier(int site) { return machine.sites[site].c_str(); }
-const char* emulation_take_error() {
-  return cudaGetLastError() == cudaSuccess ? nullptr : machine.text.c_str();
-}
-}
-
-// The hooks of -fsanitize=thread.
-#define TT_HOOK_(name, bytes, access)                                                            \
-  extern "C" void __tsan_##name(void* address) {                                                 \
-    cuda_emulation::touch(address, bytes, cuda_emulation::Access::access,                        \
-                          __builtin_return_address(0));                                          \
-  }
-#define TT_HOOKS_(bytes)                                                                         \
-  TT_HOOK_(read##bytes, bytes, kRead)                                                            \
-  TT_HOOK_(write##bytes, bytes, kWrite)
-TT_HOOKS_(1)
-TT_HOOKS_(2)
-TT_HOOKS_(4)
-TT_HOOKS_(8)
-TT_HOOKS_(16)
-extern "C" {
-void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
-void __tsan_vptr_update(void*, void*) {}
-void __tsan_vptr_read(void*) {}
-void __tsan_read_range(void* address, size_t bytes) {
-  cuda_emulation::touch(address, bytes, cuda_emulation::Access::kRead, __builtin_return_address(0));
-}
-void __tsan_write_range(void* address, size_t bytes) {
-  cuda_emulation::touch(address, bytes, cuda_emulation::Access::kWrite,
-                        __builtin_return_address(0));
-}
-}

@@ -3,9 +3,9 @@
 //
 // Every CUDA thread is a fiber; blocks run one after another, and within a block the fibers take
 // turns at barriers and warp collectives, in an order that set_schedule chooses. Files are compiled
-// with -fsanitize=thread, whose hooks cuda_emulation.cpp defines in its own way: it sees every load
-// and store of a kernel, so these are errors under every schedule, not only when values come out
-// wrong:
+// with -fsanitize=thread, whose hooks cuda_emulation_races.cpp defines in its own way: it sees every
+// load and store of a kernel, so these are errors under every schedule, not only when values come
+// out wrong:
 //   - a race: two threads touch a word, one of them writes, and no __syncthreads, __syncwarp or end
 //     of a launch lies between (a missing barrier, or a lost update of global memory). Warp
 //     collectives (shuffles, votes) order nothing in memory, as in CUDA; atomics race with plain

@@ -23,7 +23,7 @@ _KERNEL_FLAGS = (
     *("-x", "c++", "-DTT_CUDA_EMULATION", "-fsanitize=thread"),
     *("--param", "tsan-instrument-func-entry-exit=0"),
 )
-_RUNTIME = HERE / "cuda_emulation.cpp"
+_RUNTIME = sorted(HERE.glob("cuda_emulation*.cpp"))
 
 
 class EmulationError(RuntimeError):
@@ -91,7 +91,7 @@ def build(
     """Compiles sources, and `text` as one more, where they changed; returns their library."""
     folder = BUILD / name
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [*sources, _RUNTIME]
+    sources = [*sources, *_RUNTIME]
     if text is not None:
         source = folder / f"{name}.cu"
         if not source.exists() or source.read_text() != text:
@@ -118,7 +118,7 @@ def _compile(source: pathlib.Path, folder: pathlib.Path, flags: list[str]) -> pa
     """Returns the object of a source; its name holds the hash of what the compiler sees."""
     if source.suffix == ".cu":
         flags = [*flags, *_KERNEL_FLAGS]
-    elif source == _RUNTIME:
+    elif source in _RUNTIME:
         flags = [*flags, "-O3", "-fvisibility=default"]
     else:
         flags = [*flags, "-DTT_CUDA_EMULATION"]
