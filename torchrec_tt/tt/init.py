@@ -42,7 +42,7 @@ def init_cores_(
 
     One draw of few core entries (a small rank, a short core) misses its expectation by more than
     10 %, so c is not taken from this formula but from the standard deviation that the drawn cores
-    do have. That is exact and cheap: see `_moments`. It is taken over the N rows that can be
+    do have. That is exact and cheap: see `moments`. It is taken over the N rows that can be
     looked up, not over the padded ones, so it is the deviation of what a user sees.
 
     The kurtosis of the table is 2.9 to 3.2 with "sampled_gaussian" for 3 cores from rank 8 on: its
@@ -77,7 +77,7 @@ def init_cores_(
     """
     if method not in get_args(TTInit):
         raise ValueError(f"method must be one of {get_args(TTInit)}, got {method!r}")
-    _check_cores(cores, shape=shape)
+    check_cores(cores, shape=shape)
     if cores[0].is_meta:
         return
     drawn = [_draw(core, method=method, generator=generator) for core in cores]
@@ -116,7 +116,7 @@ def _draw(core: Tensor, *, method: TTInit, generator: torch.Generator | None) ->
 
 def _spread(cores: Sequence[Tensor], *, shape: TTShape) -> float:
     """The standard deviation of the table's entries about their mean."""
-    total, total_squares = _moments(cores, shape=shape)
+    total, total_squares = moments(cores, shape=shape)
     num_entries = shape.num_embeddings * shape.embedding_dim
     mean, mean_square = total / num_entries, total_squares / num_entries
     variance = mean_square - mean * mean
@@ -125,7 +125,7 @@ def _spread(cores: Sequence[Tensor], *, shape: TTShape) -> float:
     return math.sqrt(max(variance, 0.5 * mean_square))
 
 
-def _moments(cores: Sequence[Tensor], *, shape: TTShape) -> tuple[float, float]:
+def moments(cores: Sequence[Tensor], *, shape: TTShape) -> tuple[float, float]:
     """The sums of the entries and of their squares over rows `[0, num_embeddings)`, in float64.
 
     The table is never made. From the last core to the first, with S and M the sums of `x` and of
@@ -163,7 +163,7 @@ def _absorb(
     return slices.sum((0, 2)) @ total, by_digit.sum(0)
 
 
-def _check_cores(cores: Sequence[Tensor], *, shape: TTShape) -> None:
+def check_cores(cores: Sequence[Tensor], *, shape: TTShape) -> None:
     found = tuple(tuple(core.shape) for core in cores)
     if found != shape.core_shapes:
         raise ValueError(f"cores must have the shapes {shape.core_shapes}, got {found}")

@@ -1,0 +1,225 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrec_tt.quality import svd_error
+from torchrec_tt.tt import row_blocks, unfolding
+from torchrec_tt.tt.cores import dense
+from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.svd import TTApproximation, grow_ranks, round_cores, tt_svd
+
+pytestmark = pytest.mark.filterwarnings("ignore:tt_ranks=.* larger than the dense one")
+
+
+def _shape(
+    num_embeddings: int,
+    row_factors: tuple[int, ...],
+    col_factors: tuple[int, ...],
+    tt_ranks: tuple[int, ...],
+) -> TTShape:
+    return TTShape(
+        num_embeddings=num_embeddings,
+        embedding_dim=math.prod(col_factors),
+        row_factors=row_factors,
+        col_factors=col_factors,
+        tt_ranks=tt_ranks,
+    )
+
+
+def _cores(shape: TTShape, *, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator) for s in shape.core_shapes]
+
+
+def _distance(found: TTApproximation, table: Tensor) -> float:
+    made = dense([core.double() for core in found.cores], shape=found.shape)
+    return float((made - table).norm() / table.norm())
+
+
+def _plain_tt_svd_error(table: Tensor, shape: TTShape) -> float:
+    """Textbook TT-SVD of the table with zeros in the padded rows; its error over the real ones."""
+    padded = torch.zeros(shape.num_rows_padded, shape.embedding_dim, dtype=torch.float64)
+    padded[: len(table)] = table
+    d = shape.num_cores
+    digits = padded.view(*shape.row_factors, *shape.col_factors)
+    rest = digits.permute([axis for k in range(d) for axis in (k, d + k)]).reshape(-1)
+    result = torch.ones(1, 1, dtype=torch.float64)
+    r_in = 1
+    for m, n, rank in zip(shape.row_factors, shape.col_factors, shape.tt_ranks, strict=False):
+        u, s, v = torch.linalg.svd(rest.reshape(r_in * m * n, -1), full_matrices=False)
+        result = (result @ u[:, :rank].reshape(r_in, -1)).view(-1, rank)
+        rest = s[:rank, None] * v[:rank]
+        r_in = rank
+    made = (result @ rest.reshape(r_in, -1)).view(
+        [s for p in zip(shape.row_factors, shape.col_factors, strict=True) for s in p]
+    )
+    made = made.permute([2 * k for k in range(d)] + [2 * k + 1 for k in range(d)])
+    made = made.reshape(shape.num_rows_padded, -1)[: len(table)]
+    return float((made - table).norm() / table.norm())
+
+
+SHAPES = [
+    _shape(1000, (25, 40), (2, 4), (7,)),
+    _shape(991, (25, 40), (2, 4), (7,)),
+    _shape(120, (4, 5, 6), (2, 2, 2), (3, 4)),
+    _shape(107, (4, 5, 6), (2, 2, 2), (3, 4)),
+    _shape(2000, (10, 10, 20), (1, 2, 4), (5, 9)),
+    _shape(1613, (10, 10, 20), (1, 2, 4), (5, 9)),
+    _shape(1201, (5, 6, 7, 6), (2, 2, 1, 2), (4, 6, 5)),
+]
+
+
+def _decaying(shape: TTShape) -> Tensor:
+    """Rows and columns that are smooth, with noise."""
+    generator = torch.Generator().manual_seed(1)
+    i = torch.arange(shape.num_embeddings, dtype=torch.float64)[:, None] / shape.num_embeddings
+    j = torch.arange(1, shape.embedding_dim + 1, dtype=torch.float64)
+    noise = torch.randn(shape.num_embeddings, shape.embedding_dim, generator=generator)
+    return torch.sin(7 * i * j + j * j) + 0.3 * noise
+
+
+# U61
+def test_an_exact_tt_table_is_found_again() -> None:
+    shape = _shape(120, (4, 5, 6), (2, 2, 2), (4, 4))
+    table = dense(_cores(shape), shape=shape)
+    found = tt_svd(table, tt_ranks=[4, 4], row_factors=[4, 5, 6])
+    assert found.relative_error < 1e-5
+    torch.testing.assert_close(dense(found.cores, shape=found.shape), table)
+
+
+# U61
+def test_a_lower_rank_loses_what_the_bound_says() -> None:
+    shape = _shape(120, (4, 5, 6), (2, 2, 2), (4, 4))
+    table = dense(_cores(shape), shape=shape).double()
+    lower = _shape(120, (4, 5, 6), (2, 2, 2), (2, 2))
+    found = tt_svd(table, tt_ranks=[2, 2], row_factors=[4, 5, 6])
+    assert svd_error(table, lower) / math.sqrt(2) < found.relative_error < svd_error(table, lower)
+    # With one truncated unfolding the bound is the best there is, and reached.
+    one = tt_svd(table, tt_ranks=[2], row_factors=[20, 6], col_factors=[4, 2])
+    best = svd_error(table, _shape(120, (20, 6), (4, 2), (2,)))
+    assert one.relative_error == pytest.approx(best, rel=1e-5)
+
+
+# U61
+@pytest.mark.parametrize("num_embeddings", [101, 103, 107, 115, 119, 124])
+def test_padded_rows_do_not_count(num_embeddings: int) -> None:
+    shape = _shape(num_embeddings, (5, 5, 5), (2, 2, 2), (4, 4))
+    table = dense(_cores(shape), shape=shape)
+    found = tt_svd(table, tt_ranks=[4, 4], row_factors=[5, 5, 5])
+    assert found.relative_error < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_embeddings}-{s.row_factors}")
+def test_the_error_is_that_of_the_cores_and_near_the_plain_algorithm(
+    shape: TTShape, dtype: torch.dtype
+) -> None:
+    table = _decaying(shape)
+    found = tt_svd(
+        table,
+        tt_ranks=shape.tt_ranks,
+        row_factors=shape.row_factors,
+        col_factors=shape.col_factors,
+        dtype=dtype,
+    )
+    assert found.shape == shape
+    assert all(core.dtype == dtype for core in found.cores)
+    assert found.relative_error == pytest.approx(_distance(found, table), rel=1e-6)
+    if dtype != torch.bfloat16:
+        assert found.relative_error < 1.01 * _plain_tt_svd_error(table, shape)
+
+
+@pytest.mark.parametrize("way", ["gram", "sketch"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_embeddings}-{s.row_factors}")
+def test_streamed_unfoldings_give_the_error_of_kept_ones(
+    shape: TTShape, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = _decaying(shape)
+    kept = tt_svd(
+        table, tt_ranks=shape.tt_ranks, row_factors=shape.row_factors, col_factors=shape.col_factors
+    )
+    monkeypatch.setattr(unfolding, "MAX_KEPT", 0)
+    monkeypatch.setattr(unfolding, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(unfolding, "MAX_SVD", 0)
+    monkeypatch.setattr(unfolding, "MIN_SKETCH", 1)
+    monkeypatch.setattr(unfolding, "MAX_GRAM_SIDE", 0 if way == "sketch" else 2048)
+    found = tt_svd(
+        table, tt_ranks=shape.tt_ranks, row_factors=shape.row_factors, col_factors=shape.col_factors
+    )
+    assert found.relative_error == pytest.approx(kept.relative_error, rel=0.005)
+
+
+@pytest.mark.parametrize("way", ["kept", "gram", "sketch"])
+@pytest.mark.parametrize("max_error", [0.3, 0.05, 1e-4])
+def test_an_error_gives_the_ranks(
+    max_error: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "kept":
+        monkeypatch.setattr(unfolding, "MAX_KEPT", 0)
+        monkeypatch.setattr(unfolding, "MIN_SKETCH", 2)
+        monkeypatch.setattr(unfolding, "MAX_GRAM_SIDE", 0 if way == "sketch" else 2048)
+    shape = SHAPES[5]
+    table = _decaying(shape)
+    found = tt_svd(
+        table, max_error=max_error, row_factors=shape.row_factors, col_factors=shape.col_factors
+    )
+    assert found.relative_error <= max_error
+    lower = [max(1, rank - 1) for rank in found.shape.tt_ranks]
+    less = tt_svd(
+        table, tt_ranks=lower, row_factors=shape.row_factors, col_factors=shape.col_factors
+    )
+    assert less.relative_error > max_error / math.sqrt(2)
+
+
+@pytest.mark.parametrize("num_embeddings", [125, 117, 101])
+def test_rounding_gives_nearly_the_error_of_tt_svd(num_embeddings: int) -> None:
+    shape = _shape(num_embeddings, (5, 5, 5), (2, 2, 2), (4, 4))
+    cores = _cores(shape)
+    table = dense(cores, shape=shape).double()
+    found = round_cores(cores, shape=shape, tt_ranks=[2, 3])
+    assert found.shape.tt_ranks == (2, 3)
+    assert found.relative_error == pytest.approx(_distance(found, table), rel=1e-5)
+    bound = svd_error(table, _shape(num_embeddings, (5, 5, 5), (2, 2, 2), (2, 3)))
+    assert found.relative_error < (1.0 if num_embeddings == 125 else 1.2) * bound
+
+
+def test_rounding_within_an_error_takes_the_ranks_it_needs() -> None:
+    shape = _shape(120, (4, 5, 6), (2, 2, 2), (4, 4))
+    cores = _cores(shape)
+    grown_shape, grown = grow_ranks(cores, shape=shape, tt_ranks=[7, 6])
+    assert round_cores(grown, shape=grown_shape, max_error=1e-5).shape.tt_ranks == (4, 4)
+    found = round_cores(cores, shape=shape, max_error=0.6)
+    assert found.relative_error <= 0.6
+    assert found.shape.num_parameters < shape.num_parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_keeps_the_dtype_and_a_full_rank_the_table(dtype: torch.dtype) -> None:
+    shape = _shape(1201, (5, 6, 7, 6), (2, 2, 1, 2), (4, 6, 5))
+    cores = [core.to(dtype) for core in _cores(shape)]
+    found = round_cores(cores, shape=shape, tt_ranks=shape.tt_ranks)
+    assert all(core.dtype == dtype for core in found.cores)
+    assert found.relative_error < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_embeddings}-{s.row_factors}")
+def test_growing_keeps_the_table_and_every_new_path_learns(shape: TTShape) -> None:
+    cores = _cores(shape)
+    ranks = [rank + 2 for rank in shape.tt_ranks]
+    grown, result = grow_ranks(cores, shape=shape, tt_ranks=ranks)
+    assert grown.tt_ranks == tuple(ranks)
+    torch.testing.assert_close(dense(result, shape=grown), dense(cores, shape=shape))
+    leaves = [core.double().requires_grad_() for core in result]
+    for _ in range(2):
+        loss = dense(leaves, shape=grown).square().sum()
+        grads = torch.autograd.grad(loss, leaves)
+        leaves = [
+            (x - 1e-6 * g).detach().requires_grad_() for x, g in zip(leaves, grads, strict=True)
+        ]
+    for leaf, m, (r_in, n, r_out) in zip(
+        leaves, grown.row_factors, grown.slice_shapes, strict=True
+    ):
+        assert leaf.view(m, r_in, n, r_out).abs().sum((0, 2)).count_nonzero() == r_in * r_out
