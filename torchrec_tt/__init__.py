@@ -8,6 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrec_tt.compression import change_ranks as change_ranks
+    from torchrec_tt.compression import compress as compress
+    from torchrec_tt.compression import materialize as materialize
+    from torchrec_tt.compression_config import TTConfig as TTConfig
     from torchrec_tt.distributed.embedding import (
         ShardedTTEmbeddingCollection as ShardedTTEmbeddingCollection,
     )
@@ -41,6 +45,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "TTConfig": "torchrec_tt.compression_config",
+    "change_ranks": "torchrec_tt.compression",
+    "compress": "torchrec_tt.compression",
+    "materialize": "torchrec_tt.compression",
     "ShardedTTEmbeddingCollection": "torchrec_tt.distributed.embedding",
     "TTEmbeddingCollectionSharder": "torchrec_tt.distributed.embedding",
     "ShardedTTEmbeddingBagCollection": "torchrec_tt.distributed.embeddingbag",

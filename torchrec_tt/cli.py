@@ -98,6 +98,22 @@ def calibrate(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     return dataclasses.asdict(hardware), f"wrote {args.output}", 0
 
 
+def compress(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
+    """Makes a checkpoint of an uncompressed model into one with Tensor-Train tables."""
+    from torchrec_tt.checkpoint_compression import (
+        compress_checkpoint,
+        read_compression_file,
+        table_of_compressed,
+    )
+
+    def progress(table: Any) -> None:
+        print(f"{table.name}: relative error {table.relative_error:.4f}", file=sys.stderr)
+
+    tables = read_compression_file(args.config).tables
+    done = compress_checkpoint(args.source, args.target, tables, on_table=progress)
+    return {"tables": [dataclasses.asdict(table) for table in done]}, table_of_compressed(done), 0
+
+
 def sweep(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     """Trains the Criteo example over a grid; finished runs are not run again."""
     from torchrec_tt.schema import read_yaml
@@ -207,6 +223,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibration.add_argument("--ranks", type=int, default=2, help="processes of this machine")
     calibration.add_argument("--name", default="this machine", help="of the hardware")
+    compression = add(compress)
+    compression.add_argument("source", help="a checkpoint folder, or a file of torch.save")
+    compression.add_argument("target", help="the checkpoint to write, of the same kind")
+    compression.add_argument("--config", required=True, help="which tables, and how (.yaml)")
     add(sweep).add_argument("file", help="a sweep file (.yaml), see docs/planner.md")
     plotting = add(plot)
     plotting.add_argument("file", help="results.json of a sweep, or the output of tune --json")

@@ -1,0 +1,97 @@
+"""TTConfig: how a table is compressed; CompressedTable: what became of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.tt.factorize import RowStrategy, make_shape
+from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.svd import TTApproximation, tt_svd
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TTConfig:
+    """How a table is compressed.
+
+    Attributes:
+        tt_ranks: the inner ranks, one fewer than there are cores.
+        max_error: of a table with values, in place of `tt_ranks`: the least ranks are taken that
+            keep the relative error (Frobenius) below it.
+        row_factors: see TTEmbeddingBagConfig.
+        col_factors: see there.
+        row_strategy: see there.
+        data_type: of the cores: "fp32", "bf16" or "fp16".
+        cache: which rows are kept uncompressed, of a pooled table.
+    """
+
+    tt_ranks: list[int] | None = None
+    max_error: float | None = None
+    row_factors: list[int] | None = None
+    col_factors: list[int] | None = None
+    row_strategy: RowStrategy = "balanced"
+    data_type: Literal["fp32", "bf16", "fp16"] = "fp32"
+    cache: RowCacheConfig | None = None
+
+    def shape(self, num_embeddings: int, embedding_dim: int) -> TTShape:
+        """Returns the shape for a table of this size; of rank 1 where `max_error` is to choose.
+
+        Raises:
+            ValueError: if factors or ranks do not fit it, or not one of `tt_ranks` and `max_error`
+                is given.
+        """
+        if (self.tt_ranks is None) == (self.max_error is None):
+            raise ValueError(
+                f"exactly one of tt_ranks and max_error must be given, got {self.tt_ranks} and "
+                f"{self.max_error}"
+            )
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            raise ValueError(f"max_error must be in (0, 1), got {self.max_error}")
+        num_cores = len(self.row_factors or self.col_factors or (1, 1, 1))
+        return make_shape(
+            num_embeddings,
+            embedding_dim,
+            tt_ranks=self.tt_ranks or [1] * (num_cores - 1),
+            row_factors=self.row_factors,
+            col_factors=self.col_factors,
+            row_strategy=self.row_strategy,
+        )
+
+    def approximate(self, rows: Tensor) -> TTApproximation:  # rows [num_embeddings, D]
+        """Returns TT-SVD's cores.
+
+        Raises:
+            ValueError: as `shape`, and for values that are not finite.
+        """
+        shape = self.shape(*rows.shape)
+        return tt_svd(
+            rows,
+            tt_ranks=self.tt_ranks and shape.tt_ranks,
+            max_error=self.max_error,
+            row_factors=shape.row_factors,
+            col_factors=shape.col_factors,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedTable:
+    """What became of a table.
+
+    Attributes:
+        name: of the table.
+        shape: with the ranks that were taken.
+        dense_bytes: of its rows.
+        num_bytes: of its cores.
+        relative_error: `||rows - TT|| / ||rows||` (Frobenius); None: there were no values.
+    """
+
+    name: str
+    shape: TTShape
+    dense_bytes: int
+    num_bytes: int
+    relative_error: float | None
+
+
+OnTable = Callable[[CompressedTable], None]
