@@ -74,3 +74,22 @@ def test_a_cache_is_the_examples_argument() -> None:
 def test_a_script_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"script must be the example's train\.py, got 'no\.py'"):
         run_sweep(SweepFile(output_dir="nowhere", script="no.py"))
+
+
+def test_one_factor_is_varied_at_a_time_and_its_uncompressed_model_beside_it() -> None:
+    spec = SweepFile(
+        output_dir="",
+        vary="one",
+        tt_ranks=[32, 8],
+        tt_tables=[7, 3],
+        compressions=["tt", "none"],
+        seeds=[0, 1],
+    )
+    settings = list(spec.settings())
+    points = [(s["tt_rank"], s["tt_tables"], s["compression"]) for s in settings if not s["seed"]]
+    assert points == [(32, 7, "tt"), (8, 7, "tt"), (32, 3, "tt"), (32, 3, "none"), (32, 7, "none")]
+    assert len(settings) == 10
+
+
+def test_a_factor_without_values_is_no_argument() -> None:
+    assert "embedding_dim" not in next(SweepFile(output_dir="").settings())

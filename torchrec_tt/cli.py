@@ -118,6 +118,7 @@ def sweep(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     """Trains the Criteo example over a grid; finished runs are not run again."""
     from torchrec_tt.schema import read_yaml
     from torchrec_tt.sweep import SweepFile, run_sweep
+    from torchrec_tt.sweep_summary import summary, table_of_summary
 
     spec = read_yaml(args.file, SweepFile)
 
@@ -127,7 +128,9 @@ def sweep(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
 
     records = run_sweep(spec, on_run=progress)
     path = Path(spec.output_dir, "results.json")
-    return {"results": records, "path": str(path)}, f"wrote {path}", 0
+    print(f"wrote {path}", file=sys.stderr)
+    rows = summary(records)
+    return {"results": records, "path": str(path), "summary": rows}, table_of_summary(rows), 0
 
 
 def plot(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:

@@ -71,13 +71,14 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
             axes.fill_between(x, low, high, alpha=0.15)
             for place, rank in zip(zip(x, mean, strict=True), ranks, strict=True):
                 axes.annotate(
-                    f"rank {rank}",
+                    f"rank {rank}" if "TT" in title else "",
                     place,
                     xytext=(5, 5),
                     textcoords="offset points",
                     fontsize="x-small",
                 )
         dense = [record[dense_key] for record in records if dense_key in record]
+        dense += [record[key] for record in records if record.get("compression") == "none"]
         if dense:
             mean = sum(dense) / len(dense)
             axes.axhline(mean, color="black", linestyle="--", label="uncompressed")
@@ -141,9 +142,9 @@ def _lines(
     """MB, mean, least and most over seeds, TT rank; by number of TT tables and cache."""
     groups: dict[str, dict[tuple[float, int], list[float]]] = {}
     for record in records:
-        title = f"{record['tt_tables']} TT tables"
-        if record.get("cache_load_factor"):
-            title += f", cache {record['cache_load_factor']:.2%}"
+        title = _title(record)
+        if title == "none":
+            continue
         place = (record["embedding_bytes"] / 1e6, record["tt_rank"])
         groups.setdefault(title, {}).setdefault(place, []).append(record[key])
     return {
@@ -152,6 +153,16 @@ def _lines(
         ]
         for title, points in groups.items()
     }
+
+
+def _title(record: Mapping[str, Any]) -> str:
+    compression = record.get("compression", "tt")
+    if compression != "tt":
+        return compression
+    title = f"{record['tt_tables']} TT tables"
+    if record.get("cache_load_factor"):
+        title += f", cache {record['cache_load_factor']:.2%}"
+    return title
 
 
 def _has_seeds(records: Sequence[Mapping[str, Any]]) -> bool:

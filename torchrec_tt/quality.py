@@ -118,7 +118,8 @@ def measured_quality(
     ratios: dict[int, list[float]] = {}
     for record in records:
         expected = prior.get((record["tt_rank"], record["tt_tables"]), 0.0)
-        if expected > 0 and "dense_logloss" in record:
+        is_tt = record.get("compression", "tt") == "tt"
+        if is_tt and expected > 0 and "dense_logloss" in record:
             loss = max(0.0, record["logloss"] / record["dense_logloss"] - 1)
             ratios.setdefault(record["tt_rank"], []).append(loss / expected)
     return MeasuredQuality(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchrec_tt.schema import (
     Count,
@@ -21,10 +21,14 @@ from torchrec_tt.schema import (
     read_json,
 )
 
+_CHANGE_UNCOMPRESSED = ("tt_tables", "embedding_dim")  # made rows' labels depend on the TT tables
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepFile:
-    """What a sweep file has: every combination of the lists is a run.
+    """What a sweep file has: factors as lists of values, and what all runs have in common.
+
+    A factor whose list is left empty is not varied, and the example's default holds.
 
     Attributes:
         output_dir: a folder for each run, and `results.json`.
@@ -33,7 +37,14 @@ class SweepFile:
         tt_ranks: of the TT tables.
         tt_tables: how many of the largest tables are TT.
         cache_load_factors: of their row caches; 0 is none.
-        seeds: of the first weights.
+        embedding_dims: columns of each table.
+        compressions: of those tables: "tt", or what it is compared with (`--compression`).
+        tt_inits: what the cores are drawn from.
+        tt_row_strategies: "balanced" or "fast" row factors.
+        seeds: of the first weights, and of made rows.
+        vary: "all": every combination of the lists is a run. "one": the first values of all lists
+            are a run, and others differ from it in one factor; each number of TT tables and each
+            dimension has a run of compression "none" beside it, if that is listed. With every seed.
         processes: ranks of a run.
         arguments: more flags of the example, for every run, such as "--adagrad".
         compare_dense: whether each run trains the uncompressed model too.
@@ -49,7 +60,12 @@ class SweepFile:
     tt_ranks: list[PositiveInt] = field(default_factory=lambda: [8, 16, 32, 64])
     tt_tables: list[Count] = field(default_factory=lambda: [3, 5, 7])
     cache_load_factors: list[Share] = field(default_factory=lambda: [0.0])
+    embedding_dims: list[PositiveInt] = field(default_factory=list)
+    compressions: list[str] = field(default_factory=list)
+    tt_inits: list[str] = field(default_factory=list)
+    tt_row_strategies: list[str] = field(default_factory=list)
     seeds: list[Count] = field(default_factory=lambda: [0])
+    vary: Literal["all", "one"] = "all"
     processes: PositiveInt = 2
     arguments: list[str] = field(default_factory=list)
     compare_dense: bool = False
@@ -63,15 +79,24 @@ class SweepFile:
 
     def settings(self) -> Iterator[dict[str, Any]]:
         """Returns the settings of each run."""
-        for rank, tables, cache, seed in itertools.product(
-            self.tt_ranks, self.tt_tables, self.cache_load_factors, self.seeds
-        ):
-            yield {
-                "tt_rank": rank,
-                "tt_tables": tables,
-                "cache_load_factor": cache,
-                "seed": seed,
-            }
+        factors: dict[str, list[Any]] = {
+            "tt_rank": self.tt_ranks,
+            "tt_tables": self.tt_tables,
+            "cache_load_factor": self.cache_load_factors,
+            "embedding_dim": self.embedding_dims,
+            "compression": self.compressions,
+            "tt_init": self.tt_inits,
+            "tt_row_strategy": self.tt_row_strategies,
+        }
+        factors = {name: values for name, values in factors.items() if values}
+        if self.vary == "one":
+            points = _one_at_a_time(factors)
+        else:
+            points = [
+                dict(zip(factors, p, strict=True)) for p in itertools.product(*factors.values())
+            ]
+        for point, seed in itertools.product(points, self.seeds):
+            yield {**point, "seed": seed}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +107,7 @@ class SweepRecord:
         tt_rank: of the TT tables.
         tt_tables: how many there are.
         cache_load_factor: of their row caches; 0 is none.
+        compression: "tt", or what is in place of the TT tables.
         seed: of the first weights.
         embedding_bytes: of all tables.
         logloss: held out.
@@ -96,6 +122,7 @@ class SweepRecord:
     logloss: Positive
     samples_per_second: Positive
     cache_load_factor: Share = 0.0
+    compression: str = "tt"
     seed: Count | None = None
     dense_logloss: Positive | None = None
     dense_samples_per_second: Positive | None = None
@@ -131,8 +158,8 @@ def run_sweep(
     """Trains what is not trained yet and returns a record for each run, its settings and metrics.
 
     A run's folder is named by its settings, and a finished one has the example's `metrics.json`
-    and the command that made it: the same command is not run again. `results.json` is written
-    after every run.
+    and the command that made it: the same command is not run again. `results.json`, and the same a
+    line a run as `results.jsonl`, are written after every run.
 
     Args:
         sweep: the grid.
@@ -152,7 +179,20 @@ def run_sweep(
             on_run(i, len(all_settings), settings)
         records.append({**settings, **_run(sweep, settings, folder)})
         (folder / "results.json").write_text(json.dumps(records, indent=2) + "\n")
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "results.jsonl").write_text(lines)
     return records
+
+
+def _one_at_a_time(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    centre = {name: values[0] for name, values in factors.items()}
+    points = [centre]
+    for name, values in factors.items():
+        for value in values[1:]:
+            points.append({**centre, name: value})
+            if name in _CHANGE_UNCOMPRESSED and "none" in factors.get("compression", []):
+                points.append({**centre, name: value, "compression": "none"})
+    return points
 
 
 def _run(sweep: SweepFile, settings: dict[str, Any], folder: Path) -> dict[str, Any]:

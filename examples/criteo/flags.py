@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from baselines import HASHED, Compression
 from data import KAGGLE_NUM_EMBEDDINGS
 
 from torchrec_tt.schema import parse
+from torchrec_tt.tt.factorize import RowStrategy
+from torchrec_tt.tt.init import TTInit
 
 MADE = "made"
 PAPER_BATCH_SIZE = 128  # over all ranks
@@ -43,7 +46,7 @@ REFUSED = {
 _CONFLICTS = {
     "tables": (
         *("num_embeddings", "num_embeddings_per_feature"),
-        *("tt_tables", "tt_rank", "tt_cores", "tt_cache"),
+        *("tt_tables", "tt_rank", "tt_cores", "tt_cache", "tt_init", "tt_row_strategy"),
     ),
     "num_embeddings": ("num_embeddings_per_feature",),
     "in_memory_binary_criteo_path": ("data",),
@@ -120,6 +123,12 @@ class Flags:
     tt_cores: Literal[2, 3, 4] = _flag(3, "cores of a TT table")
     tt_cache: float | None = _flag(
         None, "part of a TT table's rows to cache on each rank", rule="in (0, 1)"
+    )
+    tt_init: TTInit = _flag("sampled_gaussian", "what TT cores are drawn from")
+    tt_row_strategy: RowStrategy = _flag("balanced", "row factors of the TT tables")
+    compression: Compression = _flag("tt", "of the TT tables; what else TT is compared with")
+    compression_bytes: int | None = _flag(
+        None, "of what 'hash', 'qr' or 'robe' put for the TT tables; theirs", rule="positive"
     )
     tables: str | None = _flag(None, "a file of torchrec-tt tune in place of the tables' flags")
     freeze_tt: bool = _flag(False, "leave the TT cores as initialised")
@@ -271,9 +280,26 @@ def _check_together(flags: Flags) -> None:
             f"--lr_decay_start must be at least --lr_warmup_steps {flags.lr_warmup_steps}, "
             f"got {flags.lr_decay_start}"
         )
+    _check_compression(flags)
     for name, is_given in (("save_every", flags.save_every), ("resume", flags.resume)):
         if is_given and flags.checkpoint_dir is None:
             raise ValueError(f"--{name} must come with --checkpoint_dir")
+
+
+def _check_compression(flags: Flags) -> None:
+    if flags.compression_bytes is not None and flags.compression not in HASHED:
+        raise ValueError(
+            f"--compression_bytes must come with --compression {', '.join(HASHED)}, "
+            f"got {flags.compression}"
+        )
+    refused = {
+        "tt_cache": flags.compression != "tt" and flags.tt_cache is not None,
+        "freeze_tt": flags.compression != "tt" and flags.freeze_tt,
+        "compare_dense": flags.compression in ("int4", "none") and flags.compare_dense,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"--{name} must be left out of --compression {flags.compression}")
 
 
 def _with_defaults(flags: Flags) -> Flags:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baselines import HASHED, Hashed, hashed_tables
 from checkpoints import Saved, check_settings, find
 from data import CriteoDataset, made_dataset, open_dataset
 from flags import MADE, Flags
@@ -18,7 +19,7 @@ from model import (
     plan_dlrm,
     table_configs,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from torchrec_tt import RowCacheConfig, TTEmbeddingBagConfig
 
@@ -37,6 +38,7 @@ class Model:
     Attributes:
         name: begins its files' names; none for the model that the run is about.
         configs: its tables.
+        stored: what it keeps in their place, which is the same but for `--compression`.
         settings: what a checkpoint must have too to fit it.
         folder: of its checkpoints; None writes none.
         saved: the checkpoint that it goes on from.
@@ -44,6 +46,7 @@ class Model:
 
     name: str
     configs: list[EmbeddingBagConfig]
+    stored: list[EmbeddingBagConfig]
     settings: dict[str, Any]
     folder: Path | None
     saved: Saved | None
@@ -65,7 +68,19 @@ def tables(flags: Flags) -> list[EmbeddingBagConfig]:
         tt_columns=largest_columns(sizes, count=flags.tt_tables),
         tt_ranks=[flags.tt_rank] * (flags.tt_cores - 1),
         cache=None if flags.tt_cache is None else RowCacheConfig(load_factor=flags.tt_cache),
+        tt_init=flags.tt_init,
+        row_strategy=flags.tt_row_strategy,
     )
+
+
+def compressed_tables(configs: list[EmbeddingBagConfig]) -> list[str]:
+    """Returns the names of the tables that TT, or what is compared with it, makes smaller."""
+    return [config.name for config in configs if isinstance(config, TTEmbeddingBagConfig)]
+
+
+def trained_tables(flags: Flags, configs: list[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
+    """Returns the tables in the form in which `--compression` has them trained."""
+    return dense_tables(configs) if flags.compression in ("int4", "none") else configs
 
 
 def open_rows(flags: Flags, configs: list[EmbeddingBagConfig]) -> CriteoDataset:
@@ -96,16 +111,22 @@ def model_of(
     """Returns a model of these tables, and the checkpoint that it goes on from.
 
     Raises:
-        ValueError: if the folder has a checkpoint that does not fit, or must not have one.
+        ValueError: if `--compression_bytes` are too few, or the folder has a checkpoint that does
+            not fit, or must not have one.
     """
     settings = _settings(flags, configs, num_train_rows=rows.num_rows("train"))
+    stored = _stored_tables(flags, configs)
     if flags.checkpoint_dir is None:
-        return Model(name=name, configs=configs, settings=settings, folder=None, saved=None)
+        return Model(
+            name=name, configs=configs, stored=stored, settings=settings, folder=None, saved=None
+        )
     folder = Path(flags.checkpoint_dir) / name
     saved = find(folder, resume=flags.resume)
     if saved is not None:
         check_settings(saved, settings)
-    return Model(name=name, configs=configs, settings=settings, folder=folder, saved=saved)
+    return Model(
+        name=name, configs=configs, stored=stored, settings=settings, folder=folder, saved=saved
+    )
 
 
 def plan(
@@ -127,6 +148,7 @@ def plan(
         optimizer=optimizer_config(flags),
         is_planned_freely=flags.tables is not None,
         fixed_types=fixed_types,
+        hashed=_hashed(flags, configs),
     )
 
 
@@ -147,6 +169,27 @@ def dense_tables(configs: list[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
     )
 
 
+def _hashed(flags: Flags, configs: list[EmbeddingBagConfig]) -> Hashed | None:
+    if flags.compression not in HASHED or not compressed_tables(configs):
+        return None
+    return hashed_tables(
+        configs, method=flags.compression, num_bytes=flags.compression_bytes, seed=flags.seed
+    )
+
+
+def _stored_tables(flags: Flags, configs: list[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
+    hashed = _hashed(flags, configs)
+    if hashed is not None:
+        return hashed.tables
+    if flags.compression != "int4":
+        return configs
+    names = compressed_tables(tables(flags))
+    return [
+        dataclasses.replace(config, data_type=DataType.INT4) if config.name in names else config
+        for config in configs
+    ]
+
+
 def _settings(
     flags: Flags, configs: list[EmbeddingBagConfig], *, num_train_rows: int
 ) -> dict[str, Any]:
@@ -154,7 +197,7 @@ def _settings(
     names = (
         *("dense_arch_layer_sizes", "over_arch_layer_sizes", "interaction_type"),
         *_INTERACTION_FLAGS[flags.interaction_type],
-        *("adagrad", "freeze_tt", "data"),
+        *("adagrad", "freeze_tt", "data", "compression", "compression_bytes"),
     )
     return {
         **{f"table {config.name}": _description(config) for config in configs},

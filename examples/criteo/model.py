@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from baselines import Hashed, HashedEmbeddingBagCollection, int4_bytes
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
@@ -16,7 +17,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -30,6 +31,8 @@ from torchrec_tt import (
 )
 from torchrec_tt.distributed.planner.stats import PlanReport
 from torchrec_tt.model_file import read_model_file
+from torchrec_tt.tt.factorize import RowStrategy
+from torchrec_tt.tt.init import TTInit
 
 _FLOAT_BYTES = 4
 
@@ -90,6 +93,8 @@ def table_configs(
     tt_columns: Sequence[int] = (),
     tt_ranks: Sequence[int] = (),
     cache: RowCacheConfig | None = None,
+    tt_init: TTInit = "sampled_gaussian",
+    row_strategy: RowStrategy = "balanced",
 ) -> list[EmbeddingBagConfig]:
     """Returns a table per categorical column, those of `tt_columns` in TT form with a `cache`."""
     configs = []
@@ -101,7 +106,15 @@ def table_configs(
             "feature_names": [feature],
         }
         if column in tt_columns:
-            configs.append(TTEmbeddingBagConfig(**kwargs, tt_ranks=list(tt_ranks), cache=cache))
+            configs.append(
+                TTEmbeddingBagConfig(
+                    **kwargs,
+                    tt_ranks=list(tt_ranks),
+                    cache=cache,
+                    tt_init=tt_init,
+                    row_strategy=row_strategy,
+                )
+            )
         else:
             configs.append(EmbeddingBagConfig(**kwargs))
     return configs
@@ -132,6 +145,8 @@ def table_bytes(config: EmbeddingBagConfig) -> int:
     """Returns the bytes of a table's parameters, in whichever form it is kept."""
     if isinstance(config, TTEmbeddingBagConfig):
         return config.tt_shape.num_parameters * _FLOAT_BYTES
+    if config.data_type == DataType.INT4:
+        return int4_bytes(config)
     return dense_bytes(config)
 
 
@@ -148,6 +163,7 @@ def plan_dlrm(
     optimizer: OptimizerConfig,
     is_planned_freely: bool = False,
     fixed_types: Mapping[str, str] | None = None,
+    hashed: Hashed | None = None,
 ) -> Planned:
     """Returns the DLRM and a plan to shard it over the process group.
 
@@ -161,15 +177,17 @@ def plan_dlrm(
         is_planned_freely: whether the planner chooses every table's sharding type; else the TT
             tables show all three of theirs.
         fixed_types: each table's sharding type, in place of both.
+        hashed: smaller tables in place of the TT tables.
 
     Raises:
         ValueError: if sizes do not fit together.
         PlannerError: if the tables do not fit the ranks.
     """
-    model = DLRMTrain(_dlrm(configs, dlrm))
+    model = DLRMTrain(_dlrm(_collection(configs, hashed), dlrm))
     sharders = _sharders(optimizer)
     if fixed_types is None:
-        fixed_types = {} if is_planned_freely else _demonstration(configs)
+        is_free = is_planned_freely or hashed is not None
+        fixed_types = {} if is_free else _demonstration(configs)
     planner = tt_planner(
         Topology(world_size=dist.get_world_size(), compute_device="cpu"),
         batch_size=batch_size,
@@ -193,11 +211,17 @@ def shard(
     return sharded, _optimizer(sharded, config=optimizer)
 
 
-def _dlrm(configs: list[EmbeddingBagConfig], dlrm: DLRMConfig) -> DLRM:
+def _collection(configs: list[EmbeddingBagConfig], hashed: Hashed | None) -> nn.Module:
+    if hashed is not None:
+        return HashedEmbeddingBagCollection(hashed)
     has_tt = any(isinstance(config, TTEmbeddingBagConfig) for config in configs)
     collection_type = TTEmbeddingBagCollection if has_tt else EmbeddingBagCollection
+    return collection_type(tables=configs, device="meta")
+
+
+def _dlrm(collection: nn.Module, dlrm: DLRMConfig) -> DLRM:
     common = {
-        "embedding_bag_collection": collection_type(tables=configs, device="meta"),
+        "embedding_bag_collection": collection,
         "dense_in_features": len(DEFAULT_INT_NAMES),
         "dense_arch_layer_sizes": dlrm.dense_arch_layer_sizes,
         "over_arch_layer_sizes": dlrm.over_arch_layer_sizes,

@@ -15,7 +15,7 @@ from model import dense_bytes, table_bytes
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from torchrec_tt import ShardedTTEmbeddingBagCollection, TTEmbeddingBagConfig
 
@@ -107,9 +107,17 @@ def auroc_standard_error(
 def embedding_report(
     configs: Sequence[EmbeddingBagConfig],
     sharding_types: Mapping[str, str],  # table name to sharding type
+    *,
+    dense_configs: Sequence[EmbeddingBagConfig] | None = None,
 ) -> dict[str, Any]:
-    """Returns what the tables weigh, altogether and each."""
-    dense = sum(dense_bytes(config) for config in configs)
+    """Returns what the tables weigh, altogether and each.
+
+    Args:
+        configs: the tables as they are stored.
+        sharding_types: of each.
+        dense_configs: what they stand for; None is the same tables.
+    """
+    dense = sum(dense_bytes(config) for config in dense_configs or configs)
     actual = sum(table_bytes(config) for config in configs)
     return {
         "dense_embedding_bytes": dense,
@@ -118,7 +126,7 @@ def embedding_report(
         "tables": [
             {
                 "name": config.name,
-                "kind": "tt" if isinstance(config, TTEmbeddingBagConfig) else "dense",
+                "kind": _kind(config),
                 "rows": config.num_embeddings,
                 "dim": config.embedding_dim,
                 "sharding_type": sharding_types[config.name],
@@ -127,6 +135,12 @@ def embedding_report(
             for config in configs
         ],
     }
+
+
+def _kind(config: EmbeddingBagConfig) -> str:
+    if isinstance(config, TTEmbeddingBagConfig):
+        return "tt"
+    return "int4" if config.data_type == DataType.INT4 else "dense"
 
 
 def row_cache_report(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -20,10 +20,21 @@ from typing import Any, NoReturn
 import rich.console
 import torch
 import torch.distributed as dist
+from baselines import quantize_int4_
 from checkpoints import Progress, restore, save
 from data import CriteoDataset
 from flags import PAPER_BATCH_SIZE, Flags, parse_args
-from job import Model, dense_tables, model_of, open_rows, optimizer_config, plan, tables
+from job import (
+    Model,
+    compressed_tables,
+    dense_tables,
+    model_of,
+    open_rows,
+    optimizer_config,
+    plan,
+    tables,
+    trained_tables,
+)
 from log import Log, check_writable
 from loop import RowsError, Training, evaluate, global_batch_size, train
 from model import Planned, shard, sharding_types
@@ -39,6 +50,8 @@ from report import (
     without_nan,
 )
 from schedule import Schedule
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.distributed.planner.types import PlannerError
@@ -65,9 +78,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch_size = max(1, PAPER_BATCH_SIZE // dist.get_world_size())
         flags = dataclasses.replace(flags, batch_size=batch_size)
     try:
+        if flags.compression not in ("tt", "none") and dist.get_world_size() > 1:
+            raise ValueError(
+                f"--compression {flags.compression} must run on one rank, "
+                f"got {dist.get_world_size()}"
+            )
         configs = tables(flags)
         if flags.plan_only:
-            _show(plan(flags, configs))
+            _show(plan(flags, trained_tables(flags, configs)))
             dist.destroy_process_group()
             return
         log = Log(flags.tensorboard_dir)
@@ -75,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if folder is not None:
                 check_writable(Path(folder))
         rows = open_rows(flags, configs)
-        models = [model_of(flags, configs, rows=rows)]
+        trained = trained_tables(flags, configs)
+        models = [model_of(flags, trained, rows=rows)]
         if flags.compare_dense:
             models.append(model_of(flags, dense_tables(configs), rows=rows, name="dense"))
     except (ValueError, OSError, PlannerError) as error:
@@ -117,7 +136,10 @@ def run(flags: Flags, models: list[Model], *, rows: CriteoDataset, log: Log) -> 
         **({} if rows.best_auroc is None else {"best_auroc": rows.best_auroc}),
         **_scores(outcome),
         "validations": outcome.progress.validations,
-        **embedding_report(models[0].configs, outcome.sharding_types),
+        "compression": flags.compression,
+        **embedding_report(
+            models[0].stored, outcome.sharding_types, dense_configs=models[0].configs
+        ),
         "peak_memory_bytes": peak_memory_bytes(),
         **({"row_caches": outcome.row_caches} if outcome.row_caches else {}),
     }
@@ -179,6 +201,8 @@ def train_and_test(flags: Flags, model: Model, *, rows: CriteoDataset, log: Log)
         )
     with profiled(trace) as training.profiler:
         train(training)
+    if flags.compression == "int4":
+        _quantize_int4(sharded, compressed_tables(tables(flags)))
     return Outcome(
         progress=progress,
         sharding_types=types,
@@ -196,6 +220,14 @@ def _scores(outcome: Outcome) -> dict[str, Any]:
         "samples_per_second": progress.rows_trained / progress.seconds,
         "data_wait_ratio": progress.wait_seconds / progress.seconds,
     }
+
+
+def _quantize_int4(model: nn.Module, names: list[str]) -> None:
+    for key, value in model.state_dict().items():
+        if any(key.endswith(f".embedding_bags.{name}.weight") for name in names):
+            shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+            for weight in [shard.tensor for shard in shards] or [value]:
+                quantize_int4_(weight)
 
 
 def _show(planned: Planned) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 from flags import REFUSED, Flags, parse_args
 
+from torchrec_tt.schema import read_yaml
 from torchrec_tt.sweep import SweepFile, _command
 
 CONFIGS = Path(__file__).parents[2] / "examples/criteo/configs"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def refused(flags, capsys):
@@ -47,6 +49,19 @@ def refused(flags, capsys):
         ),
         (["--resume"], "--resume must come with --checkpoint_dir"),
         (["--save_every", "9"], "--save_every must come with --checkpoint_dir"),
+        (
+            ["--compression", "zip"],
+            "compression must be one of ['tt', 'hash', 'qr', 'robe'",
+        ),
+        (["--compression_bytes", "9"], "must come with --compression hash, qr, robe, got tt"),
+        (
+            ["--compression", "qr", "--tt_cache", "0.1"],
+            "--tt_cache must be left out of --compression qr",
+        ),
+        (
+            ["--compression", "none", "--compare_dense"],
+            "--compare_dense must be left out of --compression none",
+        ),
         (["--learning", "1"], "unrecognized arguments: --learning 1"),
     ],
 )
@@ -123,6 +138,16 @@ def test_a_file_that_cannot_be_is_named_in_one_line(capsys, tmp_path, text, mess
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_is_flags(path):
     assert parse_args(["--config", str(path)]).tt_tables == 7
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("accuracy*.yaml")), ids=lambda p: p.stem)
+def test_the_accuracy_protocols_commands_are_flags(path):
+    sweep = read_yaml(path, SweepFile)
+    for settings in sweep.settings():
+        command = _command(sweep, settings, Path("run"))
+        flags = parse_args(command[command.index(sweep.script) + 1 :])
+        for name in ("compression", "tt_init", "tt_row_strategy", "seed"):
+            assert getattr(flags, name) == settings[name]
 
 
 def test_a_sweeps_commands_are_flags():

@@ -23,7 +23,7 @@ METRICS = {
     *("ranks", "data", "global_batch_size", "optimizer", "learning_rate", "quality_split"),
     *("train_rows", "val_rows", "test_rows", "validations"),
     *("dense_embedding_bytes", "embedding_bytes", "compression_ratio", "tables"),
-    "peak_memory_bytes",
+    *("peak_memory_bytes", "compression"),
 }
 SCORES = {
     *("steps", "auroc", "auroc_interval", "logloss", "normalized_entropy", "base_rate"),
@@ -103,6 +103,26 @@ def test_row_caches_of_both_ranks_are_counted_together(tmp_path):
 def test_one_process_trains_without_torchrun(tmp_path):
     metrics = trained(*SMALL_FLAGS, "--no-adagrad", output_dir=tmp_path, ranks=1)
     assert (metrics["ranks"], metrics["steps"]) == (1, -(-1200 // 128))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["hash", "robe", "int4"])
+def test_what_tt_is_compared_with_trains_on_one_rank(tmp_path, compression):
+    metrics = trained(
+        *SMALL_FLAGS, "--compression", compression, "--epochs", "2", output_dir=tmp_path, ranks=1
+    )
+    assert metrics["compression"] == compression
+    assert metrics["compression_ratio"] > 1
+    assert metrics["logloss"] < 1
+    kinds = {table["kind"] for table in metrics["tables"]}
+    assert kinds == ({"dense", "int4"} if compression == "int4" else {"dense"})
+
+
+@pytest.mark.slow
+def test_what_tt_is_compared_with_is_refused_on_two_ranks(tmp_path):
+    run = train(*SMALL_FLAGS, "--compression", "hash", "--output_dir", str(tmp_path))
+    assert run.returncode != 0
+    assert errors(run) == {"train.py: error: --compression hash must run on one rank, got 2"}
 
 
 @pytest.mark.slow
