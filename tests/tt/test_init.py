@@ -3,16 +3,18 @@ import time
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_tt.tt.cores import dense
 from torchrec_tt.tt.factorize import make_shape
-from torchrec_tt.tt.init import TAIL_PROBABILITY, TTInit, init_cores_, table_generator
+from torchrec_tt.tt.init import TAIL_PROBABILITY, TTInit, _UniformRows, init_cores_, table_generator
 from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.svd import tt_svd
 
 pytestmark = pytest.mark.filterwarnings("ignore:tt_ranks=.* larger than the dense one")
 
-METHODS: tuple[TTInit, ...] = ("sampled_gaussian", "gaussian", "uniform")
+METHODS: tuple[TTInit, ...] = ("sampled_gaussian", "gaussian", "uniform", "orthogonal", "tt_svd")
+DRAWN = METHODS[:3]  # independent entries
 RANKS = [(1,), (8,), (64,), (1, 1), (16, 16), (2, 64), (64, 3), (1, 1, 1), (16, 8, 16), (1, 5, 3)]
 
 
@@ -97,7 +99,46 @@ def test_gaussian_cores_give_a_more_peaked_table_than_sampled_ones() -> None:
     assert 3.1 < _kurtosis(tables["uniform"]) < 3.4
 
 
+# U62
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rank", [4, 16, 64])
+def test_entries_have_the_deviation_of_a_dense_table_at_any_rank(rank: int, method: TTInit) -> None:
+    shape = make_shape(6000, 16, tt_ranks=(rank, rank))
+    dense_std = nn.init.uniform_(torch.empty(6000, 16), -(6000**-0.5), 6000**-0.5).std().item()
+    assert dense(_init(shape, method=method), shape=shape).std().item() == pytest.approx(
+        dense_std, rel=0.1
+    )
+
+
+def test_orthogonal_cores_are_orthogonal() -> None:
+    shape = make_shape(5000, 16, tt_ranks=(6, 40))  # 40 is more than the last core can be
+    first, middle, last = _init(shape, method="orthogonal", dtype=torch.float64)
+    m = shape.row_factors
+    for matrix in (
+        first.view(-1, 6).T,
+        middle.view(m[1], 6, -1).transpose(0, 1).reshape(6, -1),
+        last.view(m[2], 40, -1).transpose(0, 1).reshape(40, -1),
+    ):
+        gram = matrix @ matrix.T
+        torch.testing.assert_close(
+            gram, gram.diagonal().mean() * torch.eye(len(gram)).double(), rtol=0, atol=1e-5
+        )
+
+
+def test_a_random_table_is_approached_by_its_tt_svd() -> None:
+    shape = make_shape(600, 8, tt_ranks=(8, 20))
+    table = _UniformRows(
+        600, 8, int(torch.randint(2**40, (1,), generator=torch.Generator().manual_seed(0)))
+    )
+    found = dense(_init(shape, method="tt_svd"), shape=shape)
+    cosine = torch.nn.functional.cosine_similarity(
+        found.flatten(), table.rows(0, 600).flatten(), dim=0
+    )
+    best = tt_svd(table, tt_ranks=(8, 20)).relative_error
+    assert cosine.item() == pytest.approx(math.sqrt(1 - best**2), rel=1e-3)
+
+
+@pytest.mark.parametrize("method", DRAWN)
 def test_tables_and_cores_are_centred(method: TTInit) -> None:
     shape = make_shape(142_572, 16, tt_ranks=(16, 16))
     cores = _init(shape, method=method)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torchrec_tt.quality import svd_error
 from torchrec_tt.tt import row_blocks, unfolding
 from torchrec_tt.tt.cores import dense
+from torchrec_tt.tt.ranks import useful_ranks
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import TTApproximation, grow_ranks, round_cores, tt_svd
 
@@ -223,3 +224,129 @@ def test_growing_keeps_the_table_and_every_new_path_learns(shape: TTShape) -> No
         leaves, grown.row_factors, grown.slice_shapes, strict=True
     ):
         assert leaf.view(m, r_in, n, r_out).abs().sum((0, 2)).count_nonzero() == r_in * r_out
+
+
+class _MadeRows:
+    """Rows that are made when they are asked for: smooth ones with noise."""
+
+    def __init__(self, num_rows: int, dim: int) -> None:
+        self.num_rows = num_rows
+        self.dim = dim
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        i = torch.arange(begin, end)[:, None] / self.num_rows
+        j = torch.arange(1, self.dim + 1)
+        return torch.sin(5 * i * j + j * j) + 0.3 * torch.sin(1e4 * (i + 1) * j)
+
+
+def test_blocks_of_rows_and_a_tensor_give_the_same_cores() -> None:
+    blocks = _MadeRows(1613, 8)
+    found = tt_svd(blocks, tt_ranks=[5, 9])
+    same = tt_svd(blocks.rows(0, 1613), tt_ranks=[5, 9])
+    assert found.relative_error == pytest.approx(same.relative_error, rel=1e-6)
+    torch.testing.assert_close(
+        dense(found.cores, shape=found.shape), dense(same.cores, shape=same.shape)
+    )
+
+
+def test_ranks_of_no_use_are_clipped_with_one_warning() -> None:
+    table = _MadeRows(120, 8).rows(0, 120)
+    with pytest.warns(UserWarning, match=r"tt_ranks=\(9, 50\) are more than .* \(8, 12\)") as seen:
+        found = tt_svd(table, tt_ranks=[9, 50], row_factors=[4, 5, 6])
+    assert len([w for w in seen if "are more than" in str(w.message)]) == 1
+    assert found.shape.tt_ranks == (8, 12)
+    assert found.relative_error < 1e-6
+    shape = found.shape
+    with pytest.warns(UserWarning, match=r"\(8, 12\) are taken"):
+        assert grow_ranks(found.cores, shape=shape, tt_ranks=[8, 13])[0] == shape
+
+
+@pytest.mark.parametrize(
+    ("num_embeddings", "tt_ranks", "useful"),
+    [
+        (120, (8, 12), (8, 12)),
+        (120, (9, 13), (8, 12)),
+        (120, (2, 50), (2, 12)),
+        (120, (1, 12), (1, 10)),
+        (31, (100, 100), (4, 12)),  # two first digits, six prefixes
+    ],
+)
+def test_useful_ranks_are_the_sides_of_the_unfoldings(
+    num_embeddings: int, tt_ranks: tuple[int, int], useful: tuple[int, int]
+) -> None:
+    assert useful_ranks(_shape(num_embeddings, (4, 5, 6), (2, 2, 2), tt_ranks)) == useful
+
+
+@pytest.mark.parametrize("num_embeddings", [1, 2, 7, 30, 31, 61])
+def test_tiny_tables_are_met_by_their_useful_ranks(num_embeddings: int) -> None:
+    table = torch.randn(num_embeddings, 8, generator=torch.Generator().manual_seed(0))
+    ranks = useful_ranks(_shape(num_embeddings, (4, 5, 6), (2, 2, 2), (99, 99)))
+    found = tt_svd(table, tt_ranks=ranks, row_factors=[4, 5, 6])
+    assert found.relative_error < 1e-5
+    tt_svd(table, tt_ranks=[1, 1], row_factors=[4, 5, 6])
+
+
+def test_a_table_of_zeros_has_no_error() -> None:
+    found = tt_svd(torch.zeros(120, 8), tt_ranks=[2, 2], row_factors=[4, 5, 6])
+    assert found.relative_error == 0.0
+    assert dense(found.cores, shape=found.shape).count_nonzero() == 0
+    assert tt_svd(torch.zeros(120, 8), max_error=0.1).shape.tt_ranks == (1, 1)
+    cores = [torch.zeros(s) for s in found.shape.core_shapes]
+    assert round_cores(cores, shape=found.shape, tt_ranks=[1, 1]).relative_error == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    table = torch.ones(120, 8)
+    table[77, 3] = value
+    with pytest.raises(ValueError, match="table must be finite, got nan or inf in row 77"):
+        tt_svd(table, tt_ranks=[2, 2])
+    shape = _shape(120, (4, 5, 6), (2, 2, 2), (2, 2))
+    cores = _cores(shape)
+    cores[1][0, 0] = value
+    with pytest.raises(ValueError, match="cores must be finite"):
+        round_cores(cores, shape=shape, tt_ranks=[1, 1])
+
+
+def test_wrong_arguments_are_refused() -> None:
+    table = torch.ones(120, 8)
+    shape = _shape(120, (4, 5, 6), (2, 2, 2), (2, 2))
+    cores = _cores(shape)
+    with pytest.raises(ValueError, match="table must be a matrix of floating values"):
+        tt_svd(torch.ones(120, 8, dtype=torch.int64), tt_ranks=[2, 2])
+    with pytest.raises(ValueError, match=r"table must be a matrix .* on meta"):
+        tt_svd(torch.ones(120, 8, device="meta"), tt_ranks=[2, 2])
+    with pytest.raises(ValueError, match="tt_ranks or max_error must be given"):
+        tt_svd(table)
+    with pytest.raises(ValueError, match="tt_ranks or max_error must be given"):
+        tt_svd(table, tt_ranks=[2, 2], max_error=0.1)
+    with pytest.raises(ValueError, match=r"max_error must be between 0 and 1, got 1\.5"):
+        tt_svd(table, max_error=1.5)
+    with pytest.raises(ValueError, match="row_factors must have a product of at least"):
+        tt_svd(table, tt_ranks=[2, 2], row_factors=[2, 3, 4])
+    with pytest.raises(ValueError, match="dtype must be a floating dtype"):
+        tt_svd(table, tt_ranks=[2, 2], dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"tt_ranks must be at most the cores' \(2, 2\)"):
+        round_cores(cores, shape=shape, tt_ranks=[2, 3])
+    with pytest.raises(ValueError, match=r"tt_ranks must be at least the cores' \(2, 2\)"):
+        grow_ranks(cores, shape=shape, tt_ranks=[1, 3])
+    with pytest.raises(ValueError, match="cores must have the shapes"):
+        grow_ranks(cores[:2], shape=shape, tt_ranks=[2, 3])
+    with pytest.raises(ValueError, match="tt_ranks must have 2 entries for 3 cores"):
+        round_cores(cores, shape=shape, tt_ranks=[2])
+
+
+def test_a_block_of_another_shape_is_refused() -> None:
+    class Short(_MadeRows):
+        def rows(self, begin: int, end: int) -> Tensor:
+            return super().rows(begin, end)[:-1]
+
+    with pytest.raises(ValueError, match=r"rows\(0, 120\) must be \[120, 8\], got \[119, 8\]"):
+        tt_svd(Short(120, 8), tt_ranks=[2, 2])
+
+
+def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    tt_svd(torch.ones(120, 8), tt_ranks=[2, 2])
+    assert capsys.readouterr().out == ""
+    tt_svd(torch.ones(120, 8), tt_ranks=[2, 2], progress=True)
+    assert "core 3 of 3" in capsys.readouterr().out

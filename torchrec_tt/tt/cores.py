@@ -43,3 +43,48 @@ def dense(cores: Sequence[Tensor], *, shape: TTShape) -> Tensor:  # [num_embeddi
         piece = core.view(m, r_in, n, r_out)
         result = torch.einsum("ijr,mrns->imjns", result, piece).reshape(i * m, j * n, r_out)
     return result.view(-1, shape.embedding_dim)[: shape.num_embeddings]
+
+
+def moments(cores: Sequence[Tensor], *, shape: TTShape) -> tuple[float, float]:
+    """Returns the float64 sums of the entries and of their squares over the valid rows.
+
+    The table is never made. From the last core to the first, with S and M the sums of `x` and of
+    `x x^T` over all rows and columns `x` of the product of the cores to the right,
+
+        S <- sum_{i,j} G[i, j] S,    M <- sum_{i,j} G[i, j] M G[i, j]^T
+
+    costs `m n r^3`. The rows up to the last valid one, whose digits are `t_k`, are those with
+    digit k below `t_k` and anything to the right, and those with digit k equal to `t_k` and up to
+    the last valid one to the right: a second pair of sums, carried along.
+    """
+    first = cores[0].new_ones(1, dtype=torch.float64)
+    every = upto = (first, first.view(1, 1))
+    last_row = shape.num_embeddings - 1
+    for core, m, (r_in, n, r_out) in reversed(
+        list(zip(cores, shape.row_factors, shape.slice_shapes, strict=True))
+    ):
+        last_row, digit = divmod(last_row, m)
+        slices = core.double().view(m, r_in, n, r_out)
+        below = _absorb(slices[:digit], every)
+        at = _absorb(slices[digit : digit + 1], upto)
+        beyond = _absorb(slices[digit:], every)
+        every = (below[0] + beyond[0], below[1] + beyond[1])
+        upto = (below[0] + at[0], below[1] + at[1])
+    return upto[0].item(), upto[1].item()
+
+
+def _absorb(
+    slices: Tensor,  # [m, r_k, n, r_{k+1}]
+    sums: tuple[Tensor, Tensor],  # [r_{k+1}], [r_{k+1}, r_{k+1}]
+) -> tuple[Tensor, Tensor]:  # [r_k], [r_k, r_k]
+    """The sums with one more core on the left."""
+    total, squares = sums
+    by_digit = torch.bmm((slices @ squares).flatten(2), slices.flatten(2).mT)  # [m, r_k, r_k]
+    return slices.sum((0, 2)) @ total, by_digit.sum(0)
+
+
+def check_cores(cores: Sequence[Tensor], *, shape: TTShape) -> None:
+    """Raises ValueError if the cores have other shapes."""
+    found = tuple(tuple(core.shape) for core in cores)
+    if found != shape.core_shapes:
+        raise ValueError(f"cores must have the shapes {shape.core_shapes}, got {found}")

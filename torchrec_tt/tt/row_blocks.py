@@ -88,25 +88,42 @@ def square_distance(
     progress: bool,
 ) -> float:
     """Returns the square of the distance of a table and cores over the rows."""
-    m, n, r_in = shape.row_factors[-1], shape.col_factors[-1], shape.tt_ranks[-1]
-    last = cores[-1].double().view(m, r_in, n).permute(1, 0, 2)  # [r, m, n]
-    step = m * max(1, BLOCK_BYTES // (8 * m * source.dim))
+    cores = [core.double() for core in cores]
+    m = shape.row_factors[-1]
+    step = m * max(1, BLOCK_BYTES // (8 * max(m * source.dim, _largest_slice(shape))))
     lost = 0.0
     for begin in steps(source.num_rows, step=step, title="error" if progress else None):
         end = min(begin + step, source.num_rows)
-        heads = _heads(cores, torch.arange(begin // m, -(-end // m)), shape=shape)
-        # [prefixes, columns, r] and [r, m, n]; rows are (prefix, digit) and columns (column, n).
-        made = torch.einsum("pcr,rmn->pmcn", heads, last).reshape(-1, source.dim)
-        lost += float((source.rows(begin, end).cpu() - made[: end - begin]).square().sum())
+        made = dense_rows(cores, begin=begin, end=end, shape=shape)
+        lost += float((source.rows(begin, end).cpu() - made).square().sum())
     return lost
+
+
+def dense_rows(
+    cores: Sequence[Tensor],  # d of [m_k, r_k * n_k * r_{k+1}]
+    *,
+    begin: int,
+    end: int,
+    shape: TTShape,
+) -> Tensor:  # [end - begin, D]
+    """Returns rows of the table; of those that share all digits but the last, the heads once."""
+    m, n, r_in = shape.row_factors[-1], shape.col_factors[-1], shape.tt_ranks[-1]
+    first, last = begin // m, -(-end // m)
+    heads = _heads(cores, torch.arange(first, last), shape=shape)
+    # Rows are (prefix, last digit), columns (column of the head, last digit).
+    result = torch.einsum("pcr,mrn->pmcn", heads, cores[-1].view(m, r_in, n))
+    return result.reshape(-1, shape.embedding_dim)[begin - first * m : end - first * m]
+
+
+def _largest_slice(shape: TTShape) -> int:
+    return max(math.prod(slice_shape) for slice_shape in shape.slice_shapes)
 
 
 def _heads(cores: Sequence[Tensor], prefixes: Tensor, *, shape: TTShape) -> Tensor:
     """Rows of the product of all cores but the last, `[prefixes, columns, r_{d-1}]`."""
     r_out = shape.tt_ranks[-1]
-    heads = [core.double() for core in cores[:-1]]
-    if len(heads) == 1:
-        return heads[0][prefixes].view(len(prefixes), -1, r_out)
+    if shape.num_cores == 2:
+        return cores[0][prefixes].view(len(prefixes), -1, r_out)
     col_factors = (*shape.col_factors[:-2], shape.col_factors[-2] * r_out)
     head_shape = TTShape(
         num_embeddings=math.prod(shape.row_factors[:-1]),
@@ -115,7 +132,7 @@ def _heads(cores: Sequence[Tensor], prefixes: Tensor, *, shape: TTShape) -> Tens
         col_factors=col_factors,
         tt_ranks=shape.tt_ranks[:-1],
     )
-    return rows(heads, prefixes, shape=head_shape).view(len(prefixes), -1, r_out)
+    return rows(cores[:-1], prefixes, shape=head_shape).view(len(prefixes), -1, r_out)
 
 
 def last_head(
@@ -133,7 +150,7 @@ def last_head(
     n, rank = shape.col_factors[0], shape.tt_ranks[0]
     gram = head.new_zeros(rank, rank)
     image = head.new_zeros(n, rank)
-    step = max(1, BLOCK_BYTES // (8 * rank * source.dim))
+    step = max(1, BLOCK_BYTES // (8 * max(rank * source.dim, _largest_slice(shape))))
     for begin in range(digit * place, source.num_rows, step):
         end = min(begin + step, source.num_rows)
         ids = torch.arange(begin, end) - digit * place

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchrec_tt.tt.cores import check_cores, moments
 from torchrec_tt.tt.factorize import factorize_columns, factorize_rows, make_shape
-from torchrec_tt.tt.init import check_cores, moments
 from torchrec_tt.tt.ranks import clipped
 from torchrec_tt.tt.row_blocks import (
     RowBlocks,
@@ -19,7 +19,7 @@ from torchrec_tt.tt.row_blocks import (
     square_sum,
 )
 from torchrec_tt.tt.shape import TTShape, positive_ints
-from torchrec_tt.tt.unfolding import Unfolding, leading_space, project
+from torchrec_tt.tt.unfolding import Unfolding, leading_space, peak_bytes, project
 
 DEFAULT_NUM_CORES = 3
 
@@ -118,12 +118,7 @@ def tt_svd(
         slices = space.basis.view(unfolding.num_digits, unfolding.width, r_out)
         cores.insert(0, slices.transpose(1, 2).reshape(unfolding.num_digits, -1))
         ranks.insert(0, r_out)
-        # `last_head` knows better of a prefix whose rows leave its coordinates open.
-        if (
-            budget is None
-            and unfolding.num_prefixes
-            and unfolding.num_rest * unfolding.width < r_out
-        ):
+        if budget is None and _is_open(unfolding, shape=shape, k=k):
             space = dataclasses.replace(space, partial=None)
         current = TensorRows(project(unfolding, space, dtype=kept_dtype))
     head = torch.zeros(shape.row_factors[0], current.dim, dtype=torch.float64)
@@ -133,6 +128,35 @@ def tt_svd(
     cores = [core.to(dtype) for core in _balanced([head, *cores])]
     lost = square_distance(source, cores, shape=shape, progress=progress)
     return TTApproximation(shape=shape, cores=cores, relative_error=_ratio(lost, energy))
+
+
+def tt_svd_bytes(shape: TTShape) -> int:
+    """Returns about the most bytes that `tt_svd` allocates for ranks, beside its result.
+
+    The largest over the cores of, in float64,
+
+        8 * (4 * block + held + prefixes * columns * r_k)
+
+    and the projected table that is read. A block is 2 MiB of values or the rows of one prefix. An
+    unfolding of `prefixes * columns` rows and `side = m_k n_k r_{k+1}` columns is held itself,
+    twice, up to 2^25 values; else 8 matrices of `side^2` for `side <= 2048`; else 5 of
+    `(max(64, 2 r_k) + columns) * side`. Nothing but the number of prefixes grows with the rows.
+    """
+    num_rows, dim, r_out = shape.num_embeddings, shape.embedding_dim, 1
+    most = 0
+    for k in range(shape.num_cores - 1, 0, -1):
+        rank = shape.tt_ranks[k - 1]
+        table = torch.empty(num_rows, dim, device="meta")
+        unfolding = Unfolding(
+            table=TensorRows(table),
+            num_digits=shape.row_factors[k],
+            width=shape.col_factors[k] * r_out,
+        )
+        read = 0 if k == shape.num_cores - 1 else 8 * num_rows * dim
+        most = max(most, read + peak_bytes(unfolding, rank=rank))
+        num_rows = -(-num_rows // shape.row_factors[k])
+        dim, r_out = unfolding.num_columns * rank, rank
+    return most
 
 
 @torch.no_grad()
@@ -232,6 +256,13 @@ def grow_ranks(
     useful = clipped(dataclasses.replace(shape, tt_ranks=wanted)).tt_ranks
     ranks = tuple(max(pair) for pair in zip(useful, shape.tt_ranks, strict=True))
     grown = dataclasses.replace(shape, tt_ranks=ranks)
+    return grown, padded_cores(cores, shape=shape, grown=grown, generator=generator)
+
+
+def padded_cores(
+    cores: Sequence[Tensor], *, shape: TTShape, grown: TTShape, generator: torch.Generator | None
+) -> list[Tensor]:
+    """Returns the cores that `grow_ranks` does, in a shape whose ranks are nowhere lower."""
     result = []
     for k, core in enumerate(cores):
         m = shape.row_factors[k]
@@ -243,7 +274,21 @@ def grow_ranks(
         slices[:, :r_in, :, r_out:] = (drawn * deviation).to(core)
         slices[:, :r_in, :, :r_out] = core.view(m, r_in, n, r_out)
         result.append(slices.view(grown.core_shapes[k]))
-    return grown, result
+    return result
+
+
+def _is_open(unfolding: Unfolding, *, shape: TTShape, k: int) -> bool:
+    """Whether a partial prefix has too few rows to say its coordinates, and can be done without.
+
+    `last_head` then finds them. It can be left out of the next unfolding, if that has more rows
+    than its rank without it.
+    """
+    if unfolding.num_rest * unfolding.width >= shape.tt_ranks[k - 1]:
+        return False
+    if k == 1:
+        return unfolding.num_prefixes > 0
+    prefixes = unfolding.num_prefixes // shape.row_factors[k - 1]
+    return prefixes * unfolding.num_columns // shape.col_factors[k - 1] > shape.tt_ranks[k - 2]
 
 
 def _source(table: Tensor | RowBlocks) -> RowBlocks:

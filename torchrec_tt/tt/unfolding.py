@@ -1,6 +1,5 @@
 """Leading spaces of the unfoldings of a table that is read in blocks of rows."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,8 +92,7 @@ def leading_space(
     max_rank = min(unfolding.side, num_rows)
     sketch = MIN_SKETCH if rank is None else max(MIN_SKETCH, 2 * rank)
     while True:
-        complete, energy = _condensed(unfolding, sketch=min(sketch, unfolding.side))
-        fit = _Fit(complete, energy=energy, partial=partial, unfolding=unfolding)
+        fit = _Fit(unfolding, partial=partial, sketch=min(sketch, unfolding.side))
         if rank is not None:
             return fit.refined(min(rank, max_rank))
         assert max_lost is not None
@@ -133,8 +131,10 @@ def _condensed(unfolding: Unfolding, *, sketch: int) -> tuple[Tensor, float]:
     """
     side = unfolding.side
     if unfolding.num_prefixes * unfolding.num_columns * side <= MAX_KEPT:
-        kept = [block for _, block in unfolding.blocks()]
-        matrix = torch.cat(kept) if kept else torch.zeros(0, side, dtype=torch.float64)
+        columns = unfolding.num_columns
+        matrix = torch.empty(unfolding.num_prefixes * columns, side, dtype=torch.float64)
+        for first, block in unfolding.blocks():
+            matrix[first * columns : first * columns + len(block)] = block
         return matrix, float(matrix.square().sum())
     if side <= MAX_GRAM_SIDE:
         gram = torch.zeros(side, side, dtype=torch.float64)
@@ -160,10 +160,8 @@ def _condensed(unfolding: Unfolding, *, sketch: int) -> tuple[Tensor, float]:
 class _Fit:
     """Fits spaces to complete prefixes and to what there is of a partial one."""
 
-    def __init__(
-        self, complete: Tensor, *, energy: float, partial: Tensor | None, unfolding: Unfolding
-    ) -> None:
-        self.complete = complete  # [L, side]
+    def __init__(self, unfolding: Unfolding, *, partial: Tensor | None, sketch: int) -> None:
+        complete, energy = _condensed(unfolding, sketch=sketch)
         self.energy = energy
         self.partial = partial  # [num_columns, num_rest * width]
         # The sum of squares that a prefix may have without standing out.
@@ -177,6 +175,7 @@ class _Fit:
             self.spectra = [_Spectrum(self.stacked)]
             if len(complete):
                 self.spectra.append(_Spectrum(complete))
+        self.complete = self.stacked[: len(complete)]  # [L, side]
 
     def space(self, rank: int) -> Space:
         """The better of those with zeros in the missing rows and without the partial prefix."""
@@ -247,16 +246,17 @@ class _Spectrum:
         return torch.linalg.qr(self._matrix.T @ leading).Q if self._is_left else leading
 
 
-def work_bytes(*, num_rows: int, dim: int, num_digits: int, width: int, rank: int) -> int:
-    """Returns the bytes that the space of an unfolding is found in; see `tt_svd`."""
-    side = num_digits * width
-    columns = dim // width
-    block = 8 * num_digits * dim * max(1, BLOCK_BYTES // (8 * num_digits * dim))
-    rows = math.ceil(num_rows / num_digits) * columns
-    if rows * side <= MAX_KEPT:
-        held = rows
+def peak_bytes(unfolding: Unfolding, *, rank: int) -> int:
+    """Returns about the most bytes that `leading_space` and `project` hold beside the table."""
+    side, columns = unfolding.side, unfolding.num_columns
+    num_prefixes = unfolding.num_prefixes + (unfolding.num_rest > 0)
+    num_rows = num_prefixes * columns
+    block = unfolding.prefixes_per_block * unfolding.num_digits * unfolding.table.dim
+    if num_rows * side <= MAX_KEPT:
+        held = 2 * num_rows * side + 4 * min(num_rows, side) ** 2
     elif side <= MAX_GRAM_SIDE:
-        held = side + columns
+        held = 8 * side**2
     else:
-        held = min(side, max(MIN_SKETCH, 2 * rank)) + columns
-    return 3 * block + 8 * 5 * held * side
+        sketch = min(side, max(MIN_SKETCH, 2 * rank))
+        held = 5 * (sketch + columns) * side
+    return 8 * (4 * block + held + num_prefixes * columns * rank)
