@@ -135,12 +135,13 @@ def tt_svd_bytes(shape: TTShape) -> int:
 
     The largest over the cores of, in float64,
 
-        8 * (4 * block + held + prefixes * columns * r_k)
+        8 * (8 * block + held + prefixes * columns * r_k)
 
     and the projected table that is read. A block is 2 MiB of values or the rows of one prefix. An
     unfolding of `prefixes * columns` rows and `side = m_k n_k r_{k+1}` columns is held itself,
     twice, up to 2^25 values; else 8 matrices of `side^2` for `side <= 2048`; else 5 of
     `(max(64, 2 r_k) + columns) * side`. Nothing but the number of prefixes grows with the rows.
+    Threads' buffers and what the allocator keeps come on top, some 100 MB for two threads.
     """
     num_rows, dim, r_out = shape.num_embeddings, shape.embedding_dim, 1
     most = 0

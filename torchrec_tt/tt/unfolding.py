@@ -259,4 +259,4 @@ def peak_bytes(unfolding: Unfolding, *, rank: int) -> int:
     else:
         sketch = min(side, max(MIN_SKETCH, 2 * rank))
         held = 5 * (sketch + columns) * side
-    return 8 * (4 * block + held + num_prefixes * columns * rank)
+    return 8 * (8 * block + held + num_prefixes * columns * rank)
