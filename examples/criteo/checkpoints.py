@@ -6,6 +6,7 @@ in it. It counts once its `.metadata` is there, which is written last; its remov
 
 import dataclasses
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_tt import checkpoint
 
 _RUN_FILE = "run.json"
 _METADATA_FILE = ".metadata"  # of torch.distributed.checkpoint
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read; its text is a line that names it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +77,9 @@ def find(folder: Path, *, resume: bool) -> Saved | None:
     """Returns the newest complete checkpoint in `folder`, the same on every rank, or None.
 
     Raises:
-        ValueError: if there is one, and the run is not to resume: it would be mixed with others.
+        ValueError: if there is one, and the run is not to resume: it would be mixed with others; if
+            its `run.json` is damaged, or of another version.
+        OSError: if that cannot be read.
     """
     path = checkpoint.latest(folder)
     if path is None:
@@ -80,7 +88,18 @@ def find(folder: Path, *, resume: bool) -> Saved | None:
         raise ValueError(
             f"--checkpoint_dir must be without checkpoints unless --resume is given, got {path}"
         )
-    return Saved(path=path, **json.loads((path / _RUN_FILE).read_text()))
+    return _read(path)
+
+
+def _read(path: Path) -> Saved:
+    file = path / _RUN_FILE
+    try:
+        saved = Saved(path=path, **json.loads(file.read_text()))
+        Progress(**saved.progress)
+        dict(**saved.settings, **saved.sharding_types)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} must be of a run of this script, got {error}") from None
+    return saved
 
 
 def check_settings(saved: Saved, settings: Mapping[str, Any]) -> None:
@@ -136,21 +155,34 @@ def restore(saved: Saved, *, model: nn.Module, optimizer: KeyedOptimizer) -> Pro
     """Loads the checkpoint into the model and its optimizer, and returns how far the run was.
 
     Raises:
-        CheckpointException: if it cannot be read.
+        CheckpointError: if it cannot be read; on every rank.
     """
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     has_rng = dist.get_rank() < saved.ranks
     if has_rng:
         state["rng"] = {str(dist.get_rank()): torch.get_rng_state()}
-    checkpoint.load(state, model=model, checkpoint_id=saved.path)
+    try:
+        checkpoint.load(state, model=model, checkpoint_id=saved.path)
+    except CheckpointException as error:
+        first = min(error.failures)
+        raise CheckpointError(_damaged(saved.path, error.failures[first][0])) from None
+    except (pickle.UnpicklingError, EOFError, OSError) as error:
+        raise CheckpointError(_damaged(saved.path, error)) from None
     optimizer.load_state_dict(state["optimizer"])
     if has_rng:
         torch.set_rng_state(state["rng"][str(dist.get_rank())])
     return Progress(**saved.progress)
 
 
+def _damaged(path: Path, error: BaseException) -> str:
+    (reason, *_) = str(error).splitlines() or [type(error).__name__]
+    return f"{path} must be a whole checkpoint, got {reason}"
+
+
 def _remove_old(folder: Path, *, keep: int) -> None:
-    complete = [path.parent for path in folder.glob(f"*/{_METADATA_FILE}")]
+    """Folders of other names, such as a copy of the best checkpoint, stay."""
+    found = [path.parent for path in folder.glob(f"*/{_METADATA_FILE}")]
+    complete = [path for path in found if path.name.isdecimal()]
     for path in sorted(complete, key=lambda path: int(path.name))[:-keep]:
         (path / _METADATA_FILE).unlink()
         shutil.rmtree(path)

@@ -21,7 +21,7 @@ import rich.console
 import torch
 import torch.distributed as dist
 from baselines import quantize_int4_
-from checkpoints import Progress, restore, save
+from checkpoints import CheckpointError, Progress, restore, save
 from data import CriteoDataset
 from flags import PAPER_BATCH_SIZE, Flags, parse_args
 from job import (
@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(error)
     try:
         metrics = run(flags, models, rows=rows, log=log)
-    except (PlannerError, FloatingPointError, RowsError, CheckpointException, OSError) as error:
+    except (PlannerError, FloatingPointError, RowsError, OSError) as error:
+        _exit(error)
+    except (CheckpointError, CheckpointException) as error:
         _exit(error)
     if dist.get_rank() == 0:
         metrics = {"data": flags.data, **metrics}
@@ -119,7 +121,8 @@ def run(flags: Flags, models: list[Model], *, rows: CriteoDataset, log: Log) -> 
         PlannerError: if the tables do not fit the ranks.
         FloatingPointError: if the loss is not finite.
         RowsError: if rows cannot be read.
-        CheckpointException: if a checkpoint cannot be written or read.
+        CheckpointException: if a checkpoint cannot be written.
+        CheckpointError: if a checkpoint cannot be read.
         OSError: if a file cannot be written.
     """
     if dist.get_rank() == 0:

@@ -134,6 +134,34 @@ def test_a_run_that_died_in_the_uncompressed_model_trains_only_that(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run.json", "{path}/run.json must be of a run of this script, got "),
+        (".metadata", "{path} must be a whole checkpoint, got "),
+        ("__0_0.distcp", "{path} must be a whole checkpoint, got "),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_in_one_line(whole, tmp_path, name, message):
+    copy(whole, tmp_path, [16])
+    path = tmp_path / "checkpoints/16"
+    (path / name).write_text("{}")
+    process = start("--resume", folder=tmp_path, ranks=1)
+    _, text = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert text.splitlines()[-1].startswith(f"train.py: error: {message.format(path=path)}")
+    assert "Traceback" not in text
+
+
+def test_folders_of_other_names_stay(whole, tmp_path):
+    copy(whole, tmp_path, [16])
+    shutil.copytree(whole / "checkpoints/16", tmp_path / "checkpoints/best")
+    run("--resume", "--keep_checkpoints", "1", folder=tmp_path, ranks=1)
+    (numbered,) = [path for path in (tmp_path / "checkpoints").iterdir() if path.name != "best"]
+    assert numbered.name != "16"
+    assert (tmp_path / "checkpoints/best/.metadata").exists()
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (
