@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import yaml
 from baselines import HASHED, Compression
+from blocks import split_rows
 from data import KAGGLE_NUM_EMBEDDINGS
 
 from torchrec_tt.schema import parse
@@ -57,6 +58,9 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "at least 0": lambda value: 0 <= value < math.inf,
     "in (0, 1)": lambda value: 0 < value < 1,
 }
+
+
+_MOST = 2**63  # of an int64
 
 
 def _flag(default: Any, about: str, *, rule: str | None = None) -> Any:
@@ -187,6 +191,8 @@ def flags_of(content: dict[str, Any]) -> Flags:
         for other in others if name in content else ():
             if other in content:
                 raise ValueError(f"--{name} and --{other} must not both be given")
+    if not all(split_rows([flags.made_rows]).values()):
+        raise ValueError(f"--made_rows must be at least 8, of which 6 train, got {flags.made_rows}")
     flags = _with_defaults(flags)
     _check_together(flags)
     return flags
@@ -243,6 +249,8 @@ def _check_rule(name: str, value: Any, rule: str | None) -> None:
     if rule is None or value is None:
         return
     for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int) and item >= _MOST:
+            raise ValueError(f"{name} must be below 2^63, got {item}")
         if not _RULES[rule](item):
             raise ValueError(f"{name} must be {rule}, got {item}")
     if value == []:

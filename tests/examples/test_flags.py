@@ -35,6 +35,8 @@ def refused(flags, capsys):
         (["--learning_rate", "-1"], "--learning_rate must be positive, got -1.0"),
         (["--learning_rate", "nan"], "learning_rate must be finite, got nan"),
         (["--learning_rate", "inf"], "learning_rate must be finite, got inf"),
+        (["--seed", str(2**63)], f"--seed must be below 2^63, got {2**63}"),
+        (["--made_rows", "1"], "--made_rows must be at least 8, of which 6 train, got 1"),
         (["--epochs", "x"], "must be an integer, got x"),
         (["--tt_cores", "5"], "tt_cores must be one of [2, 3, 4], got 5"),
         (["--tt_cache", "1.5"], "--tt_cache must be in (0, 1), got 1.5"),
