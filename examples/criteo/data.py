@@ -172,7 +172,10 @@ def _check_labels(parts: list[np.ndarray], *, split: Split, path: Path) -> None:
 
 def _npy_prefixes(folder: Path) -> list[Path]:
     """Returns what precedes "_dense.npy" in the folder's files, in the days' order."""
-    names = [path.name.removesuffix("_dense.npy") for path in folder.glob("*_dense.npy")]
+    files = [
+        re.fullmatch(r"(.+)_(dense|sparse|labels)\.npy", path.name) for path in folder.iterdir()
+    ]
+    names = list({match[1] for match in files if match})  # a day that misses a file is an error
     days = {int(match[1]): name for name in names if (match := re.fullmatch(r"day_(\d+)", name))}
     if names == ["train"] or (names and len(days) == len(names)):
         return [folder / days[day] for day in sorted(days)] or [folder / "train"]

@@ -192,6 +192,14 @@ def test_npy_of_another_form_is_refused(tmp_path, kind, array, message):
         opened(path)
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse", "labels"])
+def test_a_day_that_misses_a_file_is_refused(tmp_path, kind):
+    path = make_files("raw npy days", tmp_path)
+    (path / f"day_0_{kind}.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=f"day_0_{kind}.npy"):
+        opened(path)
+
+
 def test_npy_that_was_cut_is_refused(tmp_path):
     path = make_files("npy", tmp_path)
     sparse = path / "train_sparse.npy"
