@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     paths = day_files(args.input) if args.input.is_dir() else [args.input]
     prefixes = [path.name.split(".")[0] for path in paths] if args.input.is_dir() else ["train"]
+    if not args.output.name:
+        raise ValueError(f"--output must be a folder that is not there yet, got {args.output}")
     settings = _settings(args, paths)
     folder = Folder(path=args.output.with_name(args.output.name + ".partial"))
     if args.output.exists():
@@ -253,7 +255,7 @@ def _settings(args: argparse.Namespace, paths: list[Path]) -> dict[str, Any]:
 
 def _check_finished(output: Path, settings: dict[str, Any]) -> None:
     report = output / "prepare.json"
-    found = json.loads(report.read_text())["settings"] if report.is_file() else None
+    found = _saved(report).get("settings") if report.is_file() else None
     if found != settings:
         raise ValueError(f"--output {output} must be new, it holds {_difference(found, settings)}")
     print(f"{output} is there already, made from the same input with the same flags")
@@ -263,15 +265,25 @@ def _check_same(path: Path, settings: dict[str, Any]) -> None:
     """Writes the settings, or refuses those of a killed run that differ."""
     if not path.exists():
         _write_whole(path, json.dumps(settings).encode())
-    elif (found := json.loads(path.read_text())) != settings:
+    elif (found := _saved(path)) != settings:
         raise ValueError(
             f"a killed run is gone on with by its own flags only; {path.parent} has "
             f"{_difference(found, settings)}: give those, or delete it"
         )
 
 
-def _difference(found: dict[str, Any] | None, settings: dict[str, Any]) -> str:
-    if found is None:
+def _saved(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be of a run of this script, got {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be of a run of this script, got {content}")
+    return content
+
+
+def _difference(found: Any, settings: dict[str, Any]) -> str:
+    if not isinstance(found, dict):
         return "something else"
     return ", ".join(
         f"{key} {found.get(key)}" for key in settings if found.get(key) != settings[key]
@@ -315,6 +327,8 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, least in (("frequency_threshold", 1), ("max_bad_lines", 0), ("segment_rows", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if not 0 < args.max_vocabulary_gb < 2**32:  # what is above is no memory, and infinity
+        parser.error(f"--max_vocabulary_gb must be in (0, 2**32), got {args.max_vocabulary_gb}")
     return args
 
 

@@ -306,12 +306,33 @@ def test_a_folder_that_is_another_runs_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("out.partial/settings.json", "{", "settings.json must be of a run of this script, got"),
+        ("out/prepare.json", "{", "prepare.json must be of a run of this script, got"),
+        ("out/prepare.json", "[]", "prepare.json must be of a run of this script, got []"),
+        ("out/prepare.json", "{}", "out must be new, it holds something else"),
+        ("out/prepare.json", '{"settings": 3}', "out must be new, it holds something else"),
+    ],
+)
+def test_damaged_notes_of_a_run_are_refused_in_one_line(tmp_path, capsys, name, content, message):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(content)
+    assert message in error_of(capsys, made(tmp_path / "rows"), tmp_path / "out")
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--hash_sizes", "1,2"], "--hash_sizes must be one or 26 numbers in [0, 2**31), got 1,2"),
         (["--hash_sizes", "x"], "--hash_sizes must be numbers, got x"),
         (["--frequency_threshold", "0"], "--frequency_threshold must be at least 1, got 0"),
         (["--max_bad_lines", "-1"], "--max_bad_lines must be at least 0, got -1"),
+        (["--max_vocabulary_gb", "nan"], "--max_vocabulary_gb must be in (0, 2**32), got nan"),
+        (["--max_vocabulary_gb", "inf"], "--max_vocabulary_gb must be in (0, 2**32), got inf"),
+        (["--max_vocabulary_gb", "-1"], "--max_vocabulary_gb must be in (0, 2**32), got -1.0"),
     ],
 )
 def test_flags_that_cannot_be_exit_with_one_line(capsys, flags, message):
