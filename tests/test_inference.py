@@ -345,6 +345,11 @@ def test_cached_rows_that_are_not_finite_are_refused() -> None:
         ({"t0": torch.tensor([1.0])}, r"hot_rows must be ids \[H\] .*, got torch.float32 \(1,\)"),
         ({"t0": torch.tensor([[1]])}, r"hot_rows must be ids .*, got torch.int64 \(1, 1\)"),
         ({"t0": [1, 2]}, r"hot_rows must be ids \[H\] int32 or int64 .*, got \[1, 2\]"),
+        (
+            {"t0": torch.ones(2, dtype=torch.int64).to_sparse()},
+            "must be dense .*, got torch.sparse",
+        ),
+        ({"t0": torch.ones(2, dtype=torch.int64, device="meta")}, "must be dense .*, got meta"),
         ({"r": torch.tensor([1])}, r"hot_rows must be of the TT tables \['t0', 't1', .* got 'r'"),
         (torch.tensor([1]), "hot_rows must give ids by table for a model with"),
         ([1, 2], "hot_rows must be ids or a mapping from tables to ids, got list"),

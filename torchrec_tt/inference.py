@@ -167,6 +167,9 @@ def _check_ids(ids: Any, *, name: str, num_embeddings: int) -> None:
     is_right = (
         isinstance(ids, Tensor) and ids.dim() == 1 and ids.dtype in (torch.int32, torch.int64)
     )
+    if is_right and (ids.is_meta or ids.layout != torch.strided):
+        got = "meta" if ids.is_meta else ids.layout
+        raise ValueError(f"hot_rows must be dense with values for table {name!r}, got {got}")
     if not is_right:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
         raise ValueError(f"hot_rows must be ids [H] int32 or int64 for table {name!r}, got {got}")
