@@ -8,6 +8,7 @@ standard library are imported. torchx 0.7 reads annotations by name: no `str | N
 
 import importlib.util
 import os
+import re
 import shlex
 import sys
 from typing import Dict, List, Optional  # noqa: UP035
@@ -58,8 +59,15 @@ def ddp(
         debug: torch's debugging variables.
         python: what runs torchrun; if not given, what runs torchx, or the image's torchrun.
     """
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
+    for argument, value in (("max_restarts", max_restarts), ("max_retries", max_retries)):
+        if value < 0:
+            raise ValueError(f"{argument} must be at least 0, got {value}")
+    if not 0 < rdzv_port < 65536:
+        raise ValueError(f"rdzv_port must be in 1 to 65535, got {rdzv_port}")
+    if any(part.isdecimal() and int(part) == 0 for part in re.split("[:x]", j)):
+        raise ValueError(f"j must be a node and a rank or more, got {j}")  # 0x2 would run nothing
+    if python == "":
+        raise ValueError("python must be an interpreter, got ''")
     defaults = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if max_restarts > 0:
         # In a shared store new ranks find their dead predecessors (pytorch/pytorch#135712).

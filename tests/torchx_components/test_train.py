@@ -156,7 +156,12 @@ def test_a_torchx_without_torch_is_told_what_to_do(monkeypatch):
     [
         ({"j": "2x"}, "2x"),
         ({"j": "2x2x2"}, "2x2x2"),
+        ({"j": "0x2"}, "j must be a node and a rank or more, got 0x2"),
+        ({"j": "2x0"}, "j must be a node and a rank or more, got 2x0"),
         ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
+        ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
+        ({"rdzv_port": 65536}, "rdzv_port must be in 1 to 65535, got 65536"),
+        ({"python": ""}, "python must be an interpreter, got ''"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(arguments, message):
