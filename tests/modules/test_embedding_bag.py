@@ -225,6 +225,7 @@ def test_autocast_leaves_the_cores_and_the_output_alone():
     assert torch.equal(output, expected)
 
 
+# U63
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("settings", [{}, {"amsgrad": True}])
 def test_optimizers_of_torch_train_the_cores_on_their_dense_gradients(kind, settings):
