@@ -1,8 +1,9 @@
 """Compresses a file of planted rows by TT-SVD: seconds, peak memory, error and what is to be lost.
 
 The rows are those of random cores plus Gaussian noise of `--noise` times their size, so the error
-of the best cores is just below noise / sqrt(1 + noise^2). The file is `--rows` x `--dim` float32
-(2.6 GB for the default), written once and kept if it is there.
+of the best cores is just below noise / sqrt(1 + noise^2). A file holds the
+factors and ranks it was first written for: `--rows` x `--dim` float32 (2.6 GB for the default),
+taken as it is if it is there.
 
     OMP_NUM_THREADS=2 python benchmarks/tt_svd.py /tmp/rows.bin
 """
@@ -65,13 +66,12 @@ def main() -> None:
     parser.add_argument("--num-cores", type=int, default=3)
     arguments = parser.parse_args()
     ranks = [arguments.rank] * (arguments.num_cores - 1)
-    planted = make_shape(arguments.rows, arguments.dim, tt_ranks=[arguments.rank] * 2)
-    size = 4 * arguments.rows * arguments.dim
-    if not arguments.path.exists() or arguments.path.stat().st_size != size:
-        write(arguments.path, planted, noise=arguments.noise)
     shape = make_shape(
         arguments.rows, arguments.dim, tt_ranks=ranks, row_strategy=arguments.row_strategy
     )
+    size = 4 * arguments.rows * arguments.dim
+    if not arguments.path.exists() or arguments.path.stat().st_size != size:
+        write(arguments.path, shape, noise=arguments.noise)
     tt_svd(torch.randn(20_000, 64), tt_ranks=[8, 8])  # loads libraries
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     start, used = time.perf_counter(), sum(os.times()[:2])
