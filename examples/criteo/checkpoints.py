@@ -78,9 +78,13 @@ def find(folder: Path, *, resume: bool) -> Saved | None:
 
     Raises:
         ValueError: if there is one, and the run is not to resume: it would be mixed with others; if
-            its `run.json` is damaged, or of another version.
+            its `run.json` is damaged, or of another version; if `folder` is a checkpoint itself.
         OSError: if that cannot be read.
     """
+    if (folder / _METADATA_FILE).is_file():
+        raise ValueError(
+            f"--checkpoint_dir must be the folder that holds checkpoints, got one of them, {folder}"
+        )
     path = checkpoint.latest(folder)
     if path is None:
         return None

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints import find
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/criteo/train.py"
@@ -221,3 +222,12 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(whole, tmp_path):
     assert process.returncode == 0, text
     assert "resumed from" in text
     assert result(tmp_path) == result(whole)
+
+
+def test_a_checkpoint_in_place_of_their_folder_is_refused(tmp_path):
+    (tmp_path / ".metadata").touch()
+    message = (
+        f"--checkpoint_dir must be the folder that holds checkpoints, got one of them, {tmp_path}"
+    )
+    with pytest.raises(ValueError, match=message):
+        find(tmp_path, resume=True)
