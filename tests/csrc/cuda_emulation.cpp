@@ -6,6 +6,9 @@
 #include <random>
 
 namespace cuda_emulation {
+
+Emulation machine;
+
 namespace {
 
 // Where the lanes of a warp that come to a collective now put their values.

@@ -103,7 +103,7 @@ struct Emulation {
   }
 };
 
-inline Emulation machine;
+extern Emulation machine;  // not inline: libraries in one process would share it
 
 std::string place(const Thread& t);
 
