@@ -26,7 +26,6 @@ from torchrec_tt.compression_config import CompressedTable, OnTable, TTConfig
 from torchrec_tt.schema import read_yaml
 
 _WEIGHT = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight$")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +138,7 @@ def _compress_folder(
             dtype = entries[key].properties.dtype
             with _mapped(sizes[key], dtype, beside=target) as rows:
                 dcp.load({key: rows}, checkpoint_id=source, no_dist=True)
-                cores, table = _compressed(name, rows, tables[name])
+                table, cores = tables[name].compress(name, rows)
             _put(state, key, cores, done, table, on_table)
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     return done
@@ -160,7 +159,7 @@ def _compress_file(
         for key, inner in value.items():
             path = f"{prefix}{key}"
             if path in weights:
-                cores, table = _compressed(weights[path], inner, tables[weights[path]])
+                table, cores = tables[weights[path]].compress(weights[path], inner)
                 _put(result, key, cores, done, table, on_table)
             elif not _belongs_to(path, weights):
                 result[key] = rebuilt(inner, f"{path}.")
@@ -219,22 +218,6 @@ def _belongs_to(key: str, weights: Mapping[str, str]) -> bool:
     """Whether a key is a compressed weight, or an optimizer's state of one."""
     inner = [re.search(r"(?:embedding_bags|embeddings)\..*$", weight) for weight in weights]
     return any(match is not None and match[0] in key for match in inner)
-
-
-def _compressed(name: str, rows: Tensor, config: TTConfig) -> tuple[list[Tensor], CompressedTable]:
-    try:
-        found = config.approximate(rows)
-    except ValueError as error:
-        raise ValueError(f"table {name!r}: {error}") from None
-    cores = [core.to(_DTYPES[config.data_type]) for core in found.cores]
-    table = CompressedTable(
-        name=name,
-        shape=found.shape,
-        dense_bytes=rows.nbytes,
-        num_bytes=sum(core.nbytes for core in cores),
-        relative_error=found.relative_error,
-    )
-    return cores, table
 
 
 def _walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

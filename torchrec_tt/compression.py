@@ -1,7 +1,7 @@
 """compress and materialize: tables of a model into Tensor-Train form, and back."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import (
     pooling_type_to_str,
 )
 
-from torchrec_tt.compression_config import CompressedTable, OnTable, TTConfig
+from torchrec_tt.compression_config import CompressedTable, OnTable, TTConfig, naming
 from torchrec_tt.model_file import ModelFile, Table
 from torchrec_tt.model_tables import (
     Collection,
@@ -35,9 +35,8 @@ from torchrec_tt.modules.embedding_configs import (
 from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
-    reset_cores_,
 )
-from torchrec_tt.tt.factorize import make_shape
+from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import grow_ranks, round_cores
 from torchrec_tt.tuner import tune
@@ -93,7 +92,8 @@ def compress(
             raise ValueError(f"tables must be uncompressed, got {name!r}, a TT table already")
         if config.cache is not None and not isinstance(table, EmbeddingBagConfig):
             raise ValueError(f"cache must be None for a table without pooling, got it for {name!r}")
-        _named(name, config.shape, table.num_embeddings, table.embedding_dim)
+        with naming(name):
+            config.shape(table.num_embeddings, table.embedding_dim)
         if config.max_error is not None and tables_of(owner)[name].weight.is_meta:
             raise ValueError(f"tt_ranks must be given for a table on meta, got None for {name!r}")
     made = {
@@ -156,7 +156,8 @@ def change_ranks(model: nn.Module, tables: Mapping[str, Sequence[int]]) -> nn.Mo
     shapes = {}
     for name, ranks in tables.items():
         shape = tt_config_of(owner_of(collections, name), name).tt_shape
-        shapes[name] = _named(name, _with_ranks, shape, list(ranks))
+        with naming(name):
+            shapes[name] = dataclasses.replace(shape, tt_ranks=tuple(ranks))
     made = {name: _changed(owner_of(collections, name), name, new) for name, new in shapes.items()}
     return swapped(model, collections, made)
 
@@ -169,26 +170,23 @@ def _compressed(
 ) -> Made:
     owner = owner_of(collections, name)
     table, weight = configs_of(owner)[name], tables_of(owner)[name].weight
-    shape = config.shape(*weight.shape)
-    cores = error = None
-    if not weight.is_meta:
-        found = _named(name, config.approximate, weight)
-        shape, cores, error = found.shape, found.cores, found.relative_error
-    tt = _tt_table_config(
-        table, shape, data_type=DataType[config.data_type.upper()], cache=config.cache
-    )
-    made = _tt_table(owner, tt, cores, like=weight)
-    if on_table is not None:
-        on_table(
-            CompressedTable(
-                name=name,
-                shape=shape,
-                dense_bytes=weight.nbytes,
-                num_bytes=sum(core.nbytes for core in made.tt_cores),
-                relative_error=error,
-            )
+    cores = None
+    if weight.is_meta:
+        shape = config.shape(*weight.shape)
+        done = CompressedTable(
+            name=name,
+            shape=shape,
+            dense_bytes=weight.nbytes,
+            num_bytes=core_bytes(shape, element_size=config.core_dtype.itemsize),
+            relative_error=None,
         )
-    return tt, made
+    else:
+        done, cores = config.compress(name, weight)
+    data_type = DataType[config.data_type.upper()]
+    tt = _tt_table_config(table, done.shape, data_type=data_type, cache=config.cache)
+    if on_table is not None:
+        on_table(done)
+    return tt, _tt_table(owner, tt, cores, like=weight)
 
 
 def _changed(owner: Collection, name: str, shape: TTShape) -> Made:
@@ -228,7 +226,7 @@ def _dense_config(table: TTTableConfig) -> BaseEmbeddingConfig:
 def _tt_table(
     owner: Collection, config: TTTableConfig, cores: Sequence[Tensor] | None, *, like: Tensor
 ) -> nn.Module:
-    """A table's module on the device of `like`, with these cores."""
+    """A table's module with these cores, on the device of `like`; None: on meta."""
     kind = TTEmbeddingBagCollection if is_pooled(owner) else TTEmbeddingCollection
     table = kind(tables=[config], device="meta").table_modules()[config.name]
     if cores is not None:
@@ -237,8 +235,6 @@ def _tt_table(
             core.copy_(values)
         if getattr(table, "row_cache", None) is not None:
             table.row_cache.clear()
-    elif not like.is_meta:
-        reset_cores_(table.tt_cores, config=config, seed=torch.initial_seed())
     return table.requires_grad_(like.requires_grad)
 
 
@@ -258,16 +254,6 @@ def _dense_table(config: TTTableConfig, table: nn.Module) -> nn.Module:
     else:
         dense = nn.Embedding(*size, _weight=weight.to(dtype))
     return dense.requires_grad_(core.requires_grad)
-
-
-def _with_ranks(shape: TTShape, ranks: Sequence[int]) -> TTShape:
-    return make_shape(
-        shape.num_embeddings,
-        shape.embedding_dim,
-        tt_ranks=ranks,
-        row_factors=shape.row_factors,
-        col_factors=shape.col_factors,
-    )
 
 
 def _reranked(
@@ -310,11 +296,3 @@ def _tuned(collections: Mapping[str, Collection], budget_bytes: int) -> dict[str
         for table in best.model.tables
         if table.tt_ranks is not None
     }
-
-
-def _named(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the function; its errors name the table."""
-    try:
-        return function(*args, **kwargs)
-    except ValueError as error:
-        raise ValueError(f"table {name!r}: {error}") from None

@@ -1,15 +1,49 @@
 """TTConfig: how a table is compressed; CompressedTable: what became of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.shape import TTShape
-from torchrec_tt.tt.svd import TTApproximation, tt_svd
+from torchrec_tt.tt.svd import tt_svd
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedTable:
+    """What became of a table.
+
+    Attributes:
+        name: of the table.
+        shape: with the ranks that were taken.
+        dense_bytes: of its rows.
+        num_bytes: of its cores.
+        relative_error: `||rows - TT|| / ||rows||` (Frobenius); None: there were no values.
+    """
+
+    name: str
+    shape: TTShape
+    dense_bytes: int
+    num_bytes: int
+    relative_error: float | None
+
+
+OnTable = Callable[[CompressedTable], None]
+
+
+@contextmanager
+def naming(table: str) -> Iterator[None]:
+    """Puts the table's name before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"table {table!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,39 +93,31 @@ class TTConfig:
             row_strategy=self.row_strategy,
         )
 
-    def approximate(self, rows: Tensor) -> TTApproximation:  # rows [num_embeddings, D]
-        """Returns TT-SVD's cores.
+    @property
+    def core_dtype(self) -> torch.dtype:
+        return data_type_to_dtype(DataType[self.data_type.upper()])
+
+    def compress(self, name: str, rows: Tensor) -> tuple[CompressedTable, list[Tensor]]:
+        """Returns what TT-SVD makes of rows, `[num_embeddings, D]`, and its cores.
 
         Raises:
-            ValueError: as `shape`, and for values that are not finite.
+            ValueError: as `shape`, and for values that are not finite; the message names the table.
         """
-        shape = self.shape(*rows.shape)
-        return tt_svd(
-            rows,
-            tt_ranks=self.tt_ranks and shape.tt_ranks,
-            max_error=self.max_error,
-            row_factors=shape.row_factors,
-            col_factors=shape.col_factors,
+        with naming(name):
+            shape = self.shape(*rows.shape)
+            found = tt_svd(
+                rows,
+                tt_ranks=self.tt_ranks and shape.tt_ranks,
+                max_error=self.max_error,
+                row_factors=shape.row_factors,
+                col_factors=shape.col_factors,
+            )
+        cores = [core.to(self.core_dtype) for core in found.cores]
+        table = CompressedTable(
+            name=name,
+            shape=found.shape,
+            dense_bytes=rows.nbytes,
+            num_bytes=sum(core.nbytes for core in cores),
+            relative_error=found.relative_error,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompressedTable:
-    """What became of a table.
-
-    Attributes:
-        name: of the table.
-        shape: with the ranks that were taken.
-        dense_bytes: of its rows.
-        num_bytes: of its cores.
-        relative_error: `||rows - TT|| / ||rows||` (Frobenius); None: there were no values.
-    """
-
-    name: str
-    shape: TTShape
-    dense_bytes: int
-    num_bytes: int
-    relative_error: float | None
-
-
-OnTable = Callable[[CompressedTable], None]
+        return table, cores

@@ -14,6 +14,7 @@ from torchrec_tt.modules.embedding import TTEmbedding
 from torchrec_tt.modules.embedding_bag import TTEmbeddingBag
 from torchrec_tt.modules.frozen_tables import FrozenTable, FrozenTTEmbedding, FrozenTTEmbeddingBag
 from torchrec_tt.modules.row_folding import CoreRows
+from torchrec_tt.modules.unsharded import check_unsharded
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.ops.row_counter import place_rows
 from torchrec_tt.tt.quantization import quantize_core
@@ -67,7 +68,7 @@ def freeze(
         raise ValueError(f"dtype must be one of {get_args(FrozenDType)}, got {dtype!r}")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_unsharded(model)
+    _check_model(model)
     tables = dict(_tables(model))
     if not tables:
         raise ValueError(f"model must hold TT tables, got a {type(model).__name__} without one")
@@ -116,15 +117,12 @@ def _is_collection(module: nn.Module) -> bool:
     return loaded is not None and isinstance(module, loaded.TTCollection)
 
 
-def _check_unsharded(model: nn.Module) -> None:
-    sharded = sys.modules.get("torchrec.distributed.types")
-    for path, module in model.named_modules():
-        if sharded is not None and isinstance(module, sharded.ShardedModule):
-            raise NotImplementedError(
-                f"model must be unsharded, got a {type(module).__name__} at {path!r}: gather its "
-                "state dict into a model that was made without DistributedModelParallel, and "
-                "freeze that (docs/serving.md)"
-            )
+def _check_model(model: nn.Module) -> None:
+    check_unsharded(
+        model,
+        instead="gather its state dict into a model that was made without "
+        "DistributedModelParallel, and freeze that (docs/serving.md)",
+    )
     for path, module in model.named_modules():
         where = f"got a {type(module).__name__} at {path!r}" if path else "got one"
         if isinstance(module, DistributedDataParallel):

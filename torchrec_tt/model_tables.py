@@ -1,7 +1,6 @@
 """The tables of a model's collections: found, and put back as other tables."""
 
 import difflib
-import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
 )
+from torchrec_tt.modules.unsharded import check_unsharded
 
 Collection = Any  # one of _COLLECTIONS
 Made = tuple[BaseEmbeddingConfig, nn.Module]  # a table anew
@@ -28,13 +28,11 @@ _COLLECTIONS = (
 
 def collections_of(model: nn.Module) -> dict[str, Collection]:
     """The collections of a model by their path, each once."""
-    sharded = sys.modules.get("torchrec.distributed.types")
-    for path, module in model.named_modules():
-        if sharded is not None and isinstance(module, sharded.ShardedModule):
-            raise NotImplementedError(
-                f"model must be unsharded, got a {type(module).__name__} at {path!r}: compress it "
-                "before DistributedModelParallel, or its checkpoint with torchrec-tt compress"
-            )
+    check_unsharded(
+        model,
+        instead="compress it before DistributedModelParallel, or its checkpoint with torchrec-tt "
+        "compress",
+    )
     found = {path: m for path, m in model.named_modules() if type(m) in _COLLECTIONS}
     if not found:
         names = [kind.__name__ for kind in _COLLECTIONS]
