@@ -17,6 +17,12 @@ namespace torchrec_tt {
 
 constexpr int64_t kWays = 8;  // of a set: one cache line of tags
 
+// The tags of a table's row cache, and the key of its slot 0.
+struct CacheTags {
+  const int64_t* ids;  // [num_slots]
+  int64_t num_slots, key_base;
+};
+
 // MurmurHash3's 64-bit finaliser: every bit of the id changes half of the bits.
 TT_HOST_DEVICE static inline uint64_t hash_row(int64_t id) {
   uint64_t h = static_cast<uint64_t>(id);

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "../cache_tags.h"
 #include "call.h"
 #include "isa.h"
 
@@ -59,12 +60,6 @@ void for_each_block(const std::vector<Block>& blocks, const F& f) {
 }
 
 enum class CheckMode { kFatal, kReplace };
-
-// The tags of one table's cache, and the key of its slot 0.
-struct CacheTags {
-  const int64_t* ids;  // [num_slots]
-  int64_t num_slots, key_base;
-};
 
 // Gives the indices [begin, end), of one table, whose rows are cached their slots' keys.
 template <typename Index, typename Key>
@@ -242,25 +237,6 @@ void make_plan_by_key(const Tensor& indices, const Tensor& offsets,
   }
 }
 
-std::vector<CacheTags> take_tags(const Tensors& cache_ids, const std::vector<TTShape>& tables) {
-  TT_CHECK(cache_ids.empty() || cache_ids.size() == tables.size(),
-           "cache_ids must have one tensor per table, ", tables.size(), ", or none, got ",
-           cache_ids.size());
-  int64_t key_base = tables.back().key_base + tables.back().padded_rows();
-  std::vector<CacheTags> caches(tables.size());
-  for (size_t t = 0; t < tables.size(); t++) {
-    caches[t] = {nullptr, 0, key_base};
-    if (cache_ids.empty() || cache_ids[t].numel() == 0) continue;
-    check_cache_ids(cache_ids[t], t);
-    caches[t].ids = static_cast<const int64_t*>(cache_ids[t].const_data_ptr());
-    caches[t].num_slots = cache_ids[t].numel();
-    TT_CHECK(key_base <= std::numeric_limits<int64_t>::max() - caches[t].num_slots,
-             "tables must have less than 2^63 rows together, those of caches counted twice");
-    key_base += caches[t].num_slots;
-  }
-  return caches;
-}
-
 bool is_int64(const Tensor& tensor, const char* name) {
   TT_CHECK(tensor.dim() == 1, name, " must have 1 dimension, got ", tensor.dim());
   TT_CHECK(tensor.is_contiguous(), name, " must be contiguous");
@@ -279,7 +255,7 @@ std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
   const bool long_indices = is_int64(indices, "indices");
   const bool long_offsets = is_int64(offsets, "offsets");
   const Features features(feature_tables, tables, offsets.numel());
-  const std::vector<CacheTags> caches = take_tags(cache_ids, tables);
+  const std::vector<CacheTags> caches = take_tags(cache_ids, tables, check_cache_ids);
   const int64_t n = indices.numel();
   TT_CHECK(n < std::numeric_limits<int32_t>::max(), "indices must have less than 2^31 entries, got ",
            n);

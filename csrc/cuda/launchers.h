@@ -137,7 +137,7 @@ struct StepSettings {
   Optimizer optimizer = Optimizer::kSgd;
   double learning_rate = 0, eps = 0, beta1 = 0, beta2 = 0, weight_decay = 0;
   bool decoupled_weight_decay = false;
-  Device device;
+  Device device{};
 };
 
 int64_t step_workspace_bytes(const std::vector<CoreStep>& cores);

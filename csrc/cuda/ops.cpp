@@ -113,9 +113,8 @@ Tensor embedding_bag_backward_update(
   Call call(plan, cores, cached_rows, offsets, per_sample_weights, tables, feature_tables, pooling,
             precision);
   Context& context = call.context;
-  Step step(context, optimizer, cores, states, rounding_seeds);
-  step.settings.learning_rate = learning_rate;
-  step.settings.eps = eps;
+  Step step(context, optimizer, {.learning_rate = learning_rate, .eps = eps}, cores, states,
+            rounding_seeds);
   std::vector<float*> grads;
   for (const Tensor& core : cores) {
     grads.push_back(static_cast<float*>(
@@ -138,13 +137,13 @@ void step_cores(const Tensors& cores, const Tensors& grads, const Tensors& state
                 std::string optimizer, double learning_rate, double eps, double beta1, double beta2,
                 double weight_decay, bool decoupled_weight_decay, const Ints& rounding_seeds) {
   Context context(first_of(cores), "cores");
-  Step step(context, optimizer, cores, states, rounding_seeds);
-  step.settings.learning_rate = learning_rate;
-  step.settings.eps = eps;
-  step.settings.beta1 = beta1;
-  step.settings.beta2 = beta2;
-  step.settings.weight_decay = weight_decay;
-  step.settings.decoupled_weight_decay = decoupled_weight_decay;
+  const StepSettings settings{.learning_rate = learning_rate,
+                              .eps = eps,
+                              .beta1 = beta1,
+                              .beta2 = beta2,
+                              .weight_decay = weight_decay,
+                              .decoupled_weight_decay = decoupled_weight_decay};
+  Step step(context, optimizer, settings, cores, states, rounding_seeds);
   TT_CHECK(grads.size() == cores.size(), "grads must have one tensor per core, ", cores.size(),
            ", got ", grads.size());
   for (size_t i = 0; i < cores.size(); i++) {

@@ -10,8 +10,10 @@ struct Step {
   StepSettings settings;
   std::vector<CoreStep> cores;
 
-  Step(const Context& context, const std::string& optimizer, const Tensors& weights,
-       const Tensors& states, const Ints& rounding_seeds, const char* name = "core") {
+  Step(const Context& context, const std::string& optimizer, const StepSettings& given,
+       const Tensors& weights, const Tensors& states, const Ints& rounding_seeds,
+       const char* name = "core")
+      : settings(given) {
     settings.optimizer = optimizer_of(optimizer);
     settings.device = current_device();
     const bool is_stochastic = !rounding_seeds.empty();

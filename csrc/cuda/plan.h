@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../row_tags.h"
 #include "../tt_shape.h"
 #include "device.h"
 
@@ -26,12 +27,6 @@ struct FaultRecord {
 
 // For an id out of range. It reads row 0 in any case; of a shard without rows it is always a fault.
 enum class CheckMode { kFatal, kWarning, kIgnore };
-
-// The tags of a table's row cache (row_tags.h), and the key of its slot 0.
-struct CacheTags {
-  const int64_t* ids;  // [num_slots]
-  int64_t num_slots, key_base;
-};
 
 struct PlanCall {
   std::vector<TTShape> tables;

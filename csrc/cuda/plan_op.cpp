@@ -1,6 +1,7 @@
 // The operator plan on CUDA, and what says how earlier batches fared.
 #include <limits>
 
+#include "../cache_tags.h"
 #include "lookup_call.h"
 
 namespace torchrec_tt::cuda {
@@ -19,26 +20,6 @@ bool is_int64(const Tensor& tensor, const char* name) {
   TT_CHECK(type == ScalarType::Int || type == ScalarType::Long, name,
            " must be int32 or int64, got ", type);
   return type == ScalarType::Long;
-}
-
-std::vector<CacheTags> take_tags(const Context& context, const std::vector<Tensor>& cache_ids,
-                                 const std::vector<TTShape>& tables) {
-  TT_CHECK(cache_ids.empty() || cache_ids.size() == tables.size(),
-           "cache_ids must have one tensor per table, ", tables.size(), ", or none, got ",
-           cache_ids.size());
-  int64_t key_base = tables.back().key_base + tables.back().padded_rows();
-  std::vector<CacheTags> caches;
-  for (size_t t = 0; t < tables.size(); t++) {
-    caches.push_back({nullptr, 0, key_base});
-    if (cache_ids.empty() || cache_ids[t].numel() == 0) continue;
-    check_cache_ids(context, cache_ids[t], t);
-    caches[t].ids = static_cast<const int64_t*>(cache_ids[t].const_data_ptr());
-    caches[t].num_slots = cache_ids[t].numel();
-    TT_CHECK(key_base <= std::numeric_limits<int64_t>::max() - caches[t].num_slots,
-             "tables must have less than 2^63 rows together, those of caches counted twice");
-    key_base += caches[t].num_slots;
-  }
-  return caches;
 }
 
 std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
@@ -62,7 +43,9 @@ std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
     TT_CHECK(call.has_long_indices || table.num_rows - 1 <= std::numeric_limits<int32_t>::max(),
              "indices must be int64 for a table of ", table.num_rows, " rows, got int32");
   }
-  call.caches = take_tags(context, cache_ids, call.tables);
+  call.caches = take_tags(cache_ids, call.tables, [&](const Tensor& ids, size_t t) {
+    check_cache_ids(context, ids, t);
+  });
   call.feature_tables = features.table;
   call.batch_size = features.batch_size;
   call.indices = indices.const_data_ptr();

@@ -27,14 +27,14 @@ void step_cached_rows(const Tensor& grad_output, const Tensors& plan, const Tens
     call.take_rows(t, cached_rows[t]);
     if (cached_rows[t].numel() > 0) stepped.push_back(cached_rows[t]);
   }
-  Step step(call.context, optimizer, stepped, states, rounding_seeds, "cached_rows");
+  const StepSettings settings{.learning_rate = learning_rate,
+                              .eps = eps,
+                              .beta1 = beta1,
+                              .beta2 = beta2,
+                              .weight_decay = weight_decay,
+                              .decoupled_weight_decay = decoupled_weight_decay};
+  Step step(call.context, optimizer, settings, stepped, states, rounding_seeds, "cached_rows");
   if (stepped.empty()) return;
-  step.settings.learning_rate = learning_rate;
-  step.settings.eps = eps;
-  step.settings.beta1 = beta1;
-  step.settings.beta2 = beta2;
-  step.settings.weight_decay = weight_decay;
-  step.settings.decoupled_weight_decay = decoupled_weight_decay;
   std::vector<RowStep> steps;
   size_t next = 0;
   for (size_t t = 0; t < num_tables; t++) {
