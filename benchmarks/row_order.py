@@ -18,6 +18,7 @@ from torchrec_tt.tt.cost import core_bytes, dense_bytes
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.row_order import frequency_order, similarity_order
 from torchrec_tt.tt.shape import TTShape
+from torchrec_tt.tt.svd import tt_svd
 
 
 def tables(rows: int, dim: int) -> dict[str, tuple[Tensor, Tensor]]:
@@ -36,24 +37,12 @@ def tables(rows: int, dim: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def tt_svd_error(table: Tensor, shape: TTShape) -> float:
-    """What is left after each unfolding's projection, left to right; rows that pad are 0."""
-    d = shape.num_cores
-    rest = table.new_zeros(shape.num_rows_padded, shape.embedding_dim, dtype=torch.float64)
-    rest[: len(table)] = table
-    total = rest.square().sum()
-    rest = rest.reshape(*shape.row_factors, *shape.col_factors)
-    rest = rest.permute([axis for k in range(d) for axis in (k, d + k)])
-    rank = 1
-    for m, n, next_rank in zip(shape.row_factors, shape.col_factors, shape.tt_ranks, strict=False):
-        rest = rest.reshape(rank * m * n, -1)
-        if rest.shape[0] <= rest.shape[1]:
-            rest = torch.linalg.eigh(rest @ rest.T).eigenvectors[:, -next_rank:].T @ rest
-        else:
-            squares, right = torch.linalg.eigh(rest.T @ rest)
-            rest = (squares.clamp(min=0).sqrt() * right)[:, -next_rank:].T
-        rank = len(rest)
-    # The projections are orthogonal, so what they leave out adds up by Pythagoras.
-    return float((1 - rest.square().sum() / total).clamp(min=0).sqrt())
+    return tt_svd(
+        table,
+        tt_ranks=shape.tt_ranks,
+        row_factors=shape.row_factors,
+        col_factors=shape.col_factors,
+    ).relative_error
 
 
 def same_bytes_shape(shape: TTShape, max_bytes: int) -> TTShape:
