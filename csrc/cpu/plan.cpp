@@ -123,7 +123,7 @@ void sort_keys(Key* keys, int32_t* order, int64_t n, uint64_t largest_key, Key* 
                int32_t* order_tmp) {
   int bits = 1;
   while (bits < 64 && (largest_key >> bits)) bits++;
-  const int digit_bits = n < 4096 ? 8 : 11;
+  const int digit_bits = n < 4096 ? 8 : 12;
   const int passes = (bits + digit_bits - 1) / digit_bits;
   const int radix_bits = (bits + passes - 1) / passes;
   const int64_t radix = int64_t{1} << radix_bits;
