@@ -46,6 +46,18 @@ TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* s
   return out;
 }
 
+constexpr int64_t kRowsAhead = 4;  // a row's slice lies anywhere, and is asked for this many rows before
+
+// Asks for the last slice of unique row u, of the batch's prefix k, and for its gradient.
+template <typename T>
+TT_INLINE void prefetch_last(const PrefixBatch<T>& batch, int64_t k, int64_t u,
+                             const T* grad_last = nullptr) {
+  const TableView<T>& t = batch.table;
+  const int64_t size = t.padded_last_size(), at = (batch.plan.row_keys[u] - batch.first_key[k]) * size;
+  if (t.last_transposed) prefetch(t.last_transposed + at, size);
+  if (grad_last) prefetch(grad_last + at, size);
+}
+
 template <typename T>
 static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, int64_t end, T* rows,
                     int64_t first_row, T* scratch) {
@@ -55,7 +67,9 @@ static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, 
   for (int64_t q = begin; q < end; q += batch.count) {
     batch.take(q, end);
     for (int64_t k = 0; k < batch.count; k++) {
-      for (int64_t u = plan.prefix_starts[q + k]; u < plan.prefix_starts[q + k + 1]; u++) {
+      const int64_t end_row = plan.prefix_starts[q + k + 1];
+      for (int64_t u = plan.prefix_starts[q + k]; u < end_row; u++) {
+        if (u + kRowsAhead < end_row) prefetch_last(batch, k, u + kRowsAhead);
         const int64_t digit = plan.row_keys[u] - batch.first_key[k];
         const T* last = last_slice(t, digit, at.last, at.wide_last);
         product_transposed<T, false>(batch.product_of[k], t.ld_rank, last, t.ld_rank, t.m_rows,
@@ -98,22 +112,26 @@ TT_INLINE T* touch(T* slices, uint8_t* touched, int64_t digit, int64_t size) {
   return slice;
 }
 
-// Asks for what the rows of the batch's next prefix need: it lies anywhere, and comes in time.
+// Asks for what unique row u needs, of the batch's prefix k.
 template <typename T>
-TT_INLINE void prefetch_rows(const TableView<T>& t, const GradView<T>& grad,
-                             const BackwardChunk<T>& chunk, const PrefixBatch<T>& batch,
-                             int64_t k) {
+TT_INLINE void prefetch_row_gradient(const GradView<T>& grad, const BackwardChunk<T>& chunk,
+                                     const PrefixBatch<T>& batch, int64_t k, int64_t u) {
   const PlanView& plan = batch.plan;
-  const int64_t first = plan.prefix_starts[batch.first + k];
-  const int64_t end = plan.prefix_starts[batch.first + k + 1];
-  for (int64_t u = first; u < end && u < first + 4; u++) {
-    const int64_t at = (plan.row_keys[u] - batch.first_key[k]) * t.padded_last_size();
-    const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
-    for (int64_t s = begin; s < past && s < begin + 4; s++) {
-      prefetch(grad.grad_output + grad.grad_at[plan.order[s]], t.dim());
-    }
-    prefetch(chunk.last + at, t.padded_last_size());
-    if (t.last_transposed) prefetch(t.last_transposed + at, t.padded_last_size());
+  const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
+  for (int64_t s = begin; s < past && s < begin + 4; s++) {
+    prefetch(grad.grad_output + grad.grad_at[plan.order[s]], batch.table.dim());
+  }
+  prefetch_last(batch, k, u, chunk.last);
+}
+
+// Asks for what the first rows of the batch's prefix k need.
+template <typename T>
+TT_INLINE void prefetch_rows(const GradView<T>& grad, const BackwardChunk<T>& chunk,
+                             const PrefixBatch<T>& batch, int64_t k) {
+  const int64_t first = batch.plan.prefix_starts[batch.first + k];
+  const int64_t end = batch.plan.prefix_starts[batch.first + k + 1];
+  for (int64_t u = first; u < end && u < first + kRowsAhead; u++) {
+    prefetch_row_gradient(grad, chunk, batch, k, u);
   }
 }
 
@@ -131,6 +149,9 @@ static void backward_rows(const TableView<T>& t, const GradView<T>& grad,
   for (int64_t u = first; u < end; u += kRowsAtOnce) {
     const int64_t count = end - u < kRowsAtOnce ? end - u : kRowsAtOnce;
     for (int64_t i = 0; i < count; i++) {
+      if (u + i + kRowsAhead < end) {
+        prefetch_row_gradient(grad, chunk, batch, k, u + i + kRowsAhead);
+      }
       const int64_t digit = plan.row_keys[u + i] - batch.first_key[k];
       const T* last = last_slice(t, digit, at.lasts + i * t.padded_last_size(), at.wide_last);
       const T* row = row_gradient(plan, grad, u + i, dim, at.rows + i * dim);
@@ -219,9 +240,9 @@ static void backward(const TableView<T>& t, const PlanView& plan, const GradView
   bool is_first = true;  // of its group
   for (int64_t q = chunk.prefix_begin; q < chunk.prefix_end; q += batch.count) {
     batch.take(q, chunk.prefix_end);
-    prefetch_rows(t, grad, chunk, batch, 0);
+    prefetch_rows(grad, chunk, batch, 0);
     for (int64_t k = 0; k < batch.count; k++) {
-      if (k + 1 < batch.count) prefetch_rows(t, grad, chunk, batch, k + 1);
+      if (k + 1 < batch.count) prefetch_rows(grad, chunk, batch, k + 1);
       backward_rows(t, grad, chunk, batch, k, at);
     }
     if (is_first && t.has_mid) {
