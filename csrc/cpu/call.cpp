@@ -137,7 +137,8 @@ Bags<T>::Bags(const Tensors& plan_tensors, const Tensor& offsets_tensor,
           static_cast<const int32_t*>(plan_tensors[1].const_data_ptr()),
           static_cast<const int64_t*>(plan_tensors[2].const_data_ptr()),
           static_cast<const int32_t*>(plan_tensors[3].const_data_ptr()),
-          static_cast<const int32_t*>(plan_tensors[4].const_data_ptr())};
+          static_cast<const int32_t*>(plan_tensors[4].const_data_ptr()),
+          plan_tensors[0].numel()};
   num_indices = plan_tensors[0].numel();
   const auto* counts = static_cast<const int64_t*>(plan_tensors[5].const_data_ptr());
   num_rows = counts[0];

@@ -46,7 +46,9 @@ TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* s
   return out;
 }
 
-constexpr int64_t kRowsAhead = 4;  // a row's slice lies anywhere, and is asked for this many rows before
+// Slices and gradients lie anywhere, and so does what says where a gradient is: all are asked for
+// this far ahead.
+constexpr int64_t kRowsAhead = 4, kIndicesAhead = 16;
 
 // Asks for the last slice of unique row u, of the batch's prefix k, and for its gradient.
 template <typename T>
@@ -119,6 +121,9 @@ TT_INLINE void prefetch_row_gradient(const GradView<T>& grad, const BackwardChun
   const PlanView& plan = batch.plan;
   const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
   for (int64_t s = begin; s < past && s < begin + 4; s++) {
+    if (s + kIndicesAhead < plan.num_indices) {
+      __builtin_prefetch(grad.grad_at + plan.order[s + kIndicesAhead]);
+    }
     prefetch(grad.grad_output + grad.grad_at[plan.order[s]], batch.table.dim());
   }
   prefetch_last(batch, k, u, chunk.last);

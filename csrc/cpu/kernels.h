@@ -15,6 +15,7 @@ struct PlanView {
   const int64_t* row_keys;       // [U]
   const int32_t* row_starts;     // [U + 1]
   const int32_t* prefix_starts;  // [Q + 1]
+  int64_t num_indices;           // N
 };
 
 // How the elements of a core are kept: as T, in which all sums are, in 16 bits, or in 8 with a float

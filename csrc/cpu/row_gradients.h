@@ -9,9 +9,12 @@ namespace torchrec_tt::TT_ISA {
 template <typename T>
 TT_INLINE const T* row_gradient(const PlanView& plan, const GradView<T>& grad, int64_t u,
                                 int64_t dim, T* scratch) {
+  constexpr int64_t kAhead = 8;
   const int64_t begin = plan.row_starts[u], end = plan.row_starts[u + 1];
   if (end - begin == 1 && !grad.scale) return grad.grad_output + grad.grad_at[plan.order[begin]];
   for (int64_t s = begin; s < end; s++) {
+    if (s + 2 * kAhead < end) __builtin_prefetch(grad.grad_at + plan.order[s + 2 * kAhead]);
+    if (s + kAhead < end) prefetch(grad.grad_output + grad.grad_at[plan.order[s + kAhead]], dim);
     const int64_t i = plan.order[s];
     const T* from = grad.grad_output + grad.grad_at[i];
     const T scale = grad.scale ? grad.scale[i] : T(1);
