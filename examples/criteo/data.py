@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from blocks import CAT_NAMES, Block, Source, Split, concatenate, split_rows
 from day_files import day_files
-from made_rows import MadeRows
+from made_rows import MadeRows, Signal
 from npy_files import open_npy
 from prefetch import prefetched
 from torch import Tensor
@@ -131,11 +131,20 @@ def open_dataset(path: Path, *, num_embeddings: Sequence[int]) -> CriteoDataset:
 
 
 def made_dataset(
-    num_rows: int, *, num_embeddings: Sequence[int], signal_columns: Sequence[int], seed: int
+    num_rows: int,
+    *,
+    num_embeddings: Sequence[int],
+    signal_columns: Sequence[int],
+    seed: int,
+    signal: Signal = "digits",
 ) -> CriteoDataset:
     """Returns made-up rows; see made_rows.py for the arguments."""
     source = MadeRows(
-        num_rows=num_rows, num_embeddings=num_embeddings, signal_columns=signal_columns, seed=seed
+        num_rows=num_rows,
+        num_embeddings=num_embeddings,
+        signal_columns=signal_columns,
+        seed=seed,
+        signal=signal,
     )
     splits = split_rows([num_rows])
     return CriteoDataset(

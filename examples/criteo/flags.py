@@ -19,6 +19,7 @@ import yaml
 from baselines import HASHED, Compression
 from blocks import split_rows
 from data import KAGGLE_NUM_EMBEDDINGS
+from made_rows import Signal
 
 from torchrec_tt.schema import parse
 from torchrec_tt.tt.factorize import RowStrategy
@@ -77,6 +78,7 @@ class Flags:
     data: str = _flag(MADE, f"a path to Criteo rows, or '{MADE}' for made-up ones")
     in_memory_binary_criteo_path: str | None = _flag(None, "the same as --data, for npy files")
     made_rows: int = _flag(350_000, "how many rows to make up", rule="positive")
+    made_signal: Signal = _flag("digits", "what made rows' labels follow; 'rows' knows no TT")
     output_dir: str = _flag("runs/criteo", "where metrics.json goes")
     seed: int = _flag(0, "of the made rows and of the first weights", rule="at least 0")
 

@@ -102,6 +102,7 @@ def open_rows(flags: Flags, configs: list[EmbeddingBagConfig]) -> CriteoDataset:
         num_embeddings=sizes,
         signal_columns=columns[-_MADE_SIGNAL_COLUMNS:],
         seed=flags.seed,
+        signal=flags.made_signal,
     )
 
 
@@ -199,11 +200,12 @@ def _settings(
         *_INTERACTION_FLAGS[flags.interaction_type],
         *("adagrad", "freeze_tt", "data", "compression", "compression_bytes"),
     )
+    made = {"--seed of made rows": flags.seed, "--made_signal": flags.made_signal}
     return {
         **{f"table {config.name}": _description(config) for config in configs},
         **{f"--{name}": getattr(flags, name) for name in names},
         "the number of training rows": num_train_rows,
-        **({"--seed of made rows": flags.seed} if flags.data == MADE else {}),
+        **(made if flags.data == MADE else {}),
     }
 
 

@@ -1,10 +1,14 @@
-"""Made-up Criteo rows whose labels only Tensor-Train (TT) tables can explain, of any number.
+"""Made-up Criteo rows whose labels only the compressed tables can explain, of any number.
 
-A label is Bernoulli and its logit depends on the ids of a few columns that are kept in TT form, and
-on nothing else: in each of them an id has a hidden coordinate, smooth in the digits by which the
-table's cores are indexed, plus a part of its own for the hottest ids. The other columns and the
-integers carry no signal, so a model whose TT tables do not learn stays below an AUROC of 0.6, and
-the probabilities that the labels were drawn from give the best AUROC that any model can reach.
+A label is Bernoulli and its logit depends on the ids of a few columns that are kept in Tensor-Train
+(TT) form, and on nothing else: in each of them an id has an effect. The signal "digits" has it
+smooth in the digits by which the table's cores are indexed, plus a part of its own for the hottest
+ids: a TT of low rank is its exact form, so it favours TT. The signal "rows" knows nothing of TT:
+every id has an effect of its own, a Gaussian drawn by a hash of it.
+
+The other columns and the integers carry no signal, so a model whose TT tables do not learn stays
+below an AUROC of 0.6, and the probabilities that the labels were drawn from give the best AUROC
+that any model can reach.
 
 Rows are made when they are read, any row on its own, so memory does not grow with their number. As
 a script it writes them as TSV:
@@ -19,12 +23,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from blocks import NUM_CATS, NUM_INTS, Block, dense_of, split_rows
 from numpy.typing import NDArray
 
 from torchrec_tt.tt.factorize import factorize_rows
+
+Signal = Literal["digits", "rows"]
 
 # An id is rows * u**9 for uniform u, so id i has a probability of about i**(1 / 9 - 1). Small ids
 # are the frequent ones, as where a vocabulary is numbered by first appearance.
@@ -52,12 +59,14 @@ class MadeRows:
         num_embeddings: rows of each categorical column's table; ids are below these.
         signal_columns: the categorical columns that the labels depend on.
         seed: of all random numbers.
+        signal: what an id's effect is; see above.
     """
 
     num_rows: int
     num_embeddings: Sequence[int]
     signal_columns: Sequence[int]
     seed: int
+    signal: Signal = "digits"
 
     def read(self, rows: range) -> Iterator[Block]:
         """See `blocks.Source`."""
@@ -131,19 +140,20 @@ class MadeRows:
 
     def _labels(self, chunk: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The labels and the probabilities that they were drawn from; [_CHUNK_ROWS] both."""
-        total = sum(hidden(self._ids(chunk, c)) for c, hidden in self._hidden.items())
-        logits = total * (_LOGIT_SCALE / math.sqrt(len(self._hidden))) + _LOGIT_BIAS
+        total = sum(effect(self._ids(chunk, c)) for c, effect in self._effects.items())
+        logits = total * (_LOGIT_SCALE / math.sqrt(len(self._effects))) + _LOGIT_BIAS
         chances = 1 / (1 + np.exp(-logits))
         uniform = self._random(chunk, _LABELS_STREAM).random(_CHUNK_ROWS)
         return (uniform < chances).astype(np.int64), chances
 
     @functools.cached_property
-    def _hidden(self) -> dict[int, "_HiddenCoordinate"]:
+    def _effects(self) -> dict[int, "_DigitEffect | _RowEffect"]:
         random = self._random(0, _SIGNAL_STREAM)
-        return {c: _HiddenCoordinate(self.num_embeddings[c], random) for c in self.signal_columns}
+        effect = {"digits": _DigitEffect, "rows": _RowEffect}[self.signal]
+        return {c: effect(self.num_embeddings[c], random) for c in self.signal_columns}
 
 
-class _HiddenCoordinate:
+class _DigitEffect:
     """h(id) = sqrt(2 / d) * sum_k cos(2 pi (digit_k / m_k + phase_k)), plus the id's own part."""
 
     def __init__(self, num_embeddings: int, random: np.random.Generator) -> None:
@@ -162,6 +172,28 @@ class _HiddenCoordinate:
         return smooth * math.sqrt(2 / len(self.row_factors)) + own
 
 
+class _RowEffect:
+    """h(id) ~ N(0, 1), independent for each id and table, from a hash: nothing is stored."""
+
+    def __init__(self, num_embeddings: int, random: np.random.Generator) -> None:
+        self.key = random.integers(1 << 62)
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:  # [N] both
+        first = _mixed(2 * ids.astype(np.uint64) + np.uint64(self.key))
+        other = _mixed(2 * ids.astype(np.uint64) + np.uint64(self.key + 1))
+        radius = np.sqrt(-2 * np.log1p(-first))  # Box and Muller's
+        return radius * np.cos(2 * math.pi * other)
+
+
+def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform in [0, 1): splitmix64 of Steele, Lea and Flood, 2014; 53 bits of it."""
+    bits = keys * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
 def write_made_rows(path: Path, rows: MadeRows, *, is_scattered: bool = False) -> float:
     """Writes TSV and returns the best AUROC that a model can reach on its test rows."""
     with path.open("wb") as file:
@@ -177,12 +209,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the TSV file")
     parser.add_argument("--tables", choices=("kaggle", "terabyte"), default="kaggle")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signal", choices=("digits", "rows"), default="digits")
     parser.add_argument("--scatter", action="store_true", help="spread ids over 32 bits")
     args = parser.parse_args(argv)
     sizes = {"kaggle": KAGGLE_NUM_EMBEDDINGS, "terabyte": TERABYTE_NUM_EMBEDDINGS}[args.tables]
     largest = sorted(range(NUM_CATS), key=lambda column: -sizes[column])
     rows = MadeRows(
-        num_rows=args.rows, num_embeddings=sizes, signal_columns=largest[4:7], seed=args.seed
+        num_rows=args.rows,
+        num_embeddings=sizes,
+        signal_columns=largest[4:7],
+        seed=args.seed,
+        signal=args.signal,
     )
     best = write_made_rows(args.output, rows, is_scattered=args.scatter)
     sys.stdout.write(f"{args.output}: {args.rows} rows, best reachable AUROC {best:.4f}\n")

@@ -1,3 +1,6 @@
+from statistics import NormalDist
+
+import numpy as np
 import pytest
 import torch
 from blocks import concatenate
@@ -8,9 +11,13 @@ from torchmetrics.functional.classification import binary_auroc
 SMALL = (200,) * 26
 
 
-def make(num_rows=7000, *, num_embeddings=SMALL, signal_columns=(3, 7), seed=0):
+def make(num_rows=7000, *, num_embeddings=SMALL, signal_columns=(3, 7), seed=0, signal="digits"):
     return made_dataset(
-        num_rows, num_embeddings=num_embeddings, signal_columns=signal_columns, seed=seed
+        num_rows,
+        num_embeddings=num_embeddings,
+        signal_columns=signal_columns,
+        seed=seed,
+        signal=signal,
     )
 
 
@@ -48,8 +55,11 @@ def test_other_seeds_make_other_rows():
     assert first.labels.tolist() != other.labels.tolist()
 
 
-def test_a_part_of_the_rows_is_that_of_the_whole():
-    made = MadeRows(num_rows=30_000, num_embeddings=SMALL, signal_columns=[3], seed=0)
+@pytest.mark.parametrize("signal", ["digits", "rows"])
+def test_a_part_of_the_rows_is_that_of_the_whole(signal):
+    made = MadeRows(
+        num_rows=30_000, num_embeddings=SMALL, signal_columns=[3], seed=0, signal=signal
+    )
     whole = concatenate(list(made.read(range(30_000))))
     for rows in (range(8190, 20_000, 3), range(29_999, 30_000), range(17_000, 17_001, 7)):
         part = concatenate(list(made.read(rows)))
@@ -82,14 +92,43 @@ def test_labels_depend_on_the_signal_columns_alone():
 
 
 @pytest.mark.slow
-def test_best_auroc_is_reached_by_what_knows_the_only_signal_column():
-    rows = make(70_000, signal_columns=(3,))
+@pytest.mark.parametrize("signal", ["digits", "rows"])
+def test_best_auroc_is_reached_by_what_knows_the_only_signal_column(signal):
+    rows = make(70_000, signal_columns=(3,), signal=signal)
     train, test = whole_split(rows, "train"), whole_split(rows, "test")
     assert rate_auroc(train, test, column=3) == pytest.approx(rows.best_auroc, abs=0.015)
 
 
-def test_best_auroc_is_that_of_the_true_probabilities():
-    made = MadeRows(num_rows=9000, num_embeddings=SMALL, signal_columns=[3], seed=0)
+def test_signals_change_labels_alone():
+    first, other = (
+        next(make(100, signal=signal).batches("train", batch_size=50))
+        for signal in ("digits", "rows")
+    )
+    assert first.sparse_features.values().tolist() == other.sparse_features.values().tolist()
+    assert first.dense_features.tolist() == other.dense_features.tolist()
+    assert first.labels.tolist() != other.labels.tolist()
+
+
+def test_rows_have_independent_gaussian_effects():
+    made = MadeRows(
+        num_rows=10, num_embeddings=(27_000,) * 26, signal_columns=[3, 7], seed=0, signal="rows"
+    )
+    effects, other = (made._effects[column](np.arange(27_000)) for column in (3, 7))
+    for chance in (0.01, 0.1, 0.5, 0.9, 0.99):
+        below = (effects < NormalDist().inv_cdf(chance)).mean()
+        assert below == pytest.approx(chance, abs=4 * np.sqrt(chance * (1 - chance) / 27_000))
+    assert abs(np.corrcoef(effects, other)[0, 1]) < 0.02  # 3.3 standard errors
+    # Neither the rows beside an id nor those that share a digit or two of it tell its effect.
+    assert abs(np.corrcoef(effects[1:], effects[:-1])[0, 1]) < 0.02
+    cube = effects.reshape(30, 30, 30)
+    for axes in ((1, 2), (0, 2), (0, 1), (0,), (1,), (2,)):
+        means = cube.mean(axis=axes) * np.sqrt(np.prod([30] * len(axes)))
+        assert means.var() == pytest.approx(1, abs=4 * np.sqrt(2 / means.size))
+
+
+@pytest.mark.parametrize("signal", ["digits", "rows"])
+def test_best_auroc_is_that_of_the_true_probabilities(signal):
+    made = MadeRows(num_rows=9000, num_embeddings=SMALL, signal_columns=[3], seed=0, signal=signal)
     labels, chances = made._labels(0)
     exact = binary_auroc(torch.from_numpy(chances), torch.from_numpy(labels)).item()
     assert made.best_auroc(range(len(labels))) == pytest.approx(exact, abs=1e-4)
