@@ -10,7 +10,7 @@ DEMO_FLAGS ?= --config $(CONFIGS)/$(if $(filter made,$(DATA)),demo.yaml,kaggle.y
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: build demo test test-versions lint bench sanitize cuda-check gpu-check clean
+.PHONY: build demo test test-versions test-torchx-nightly lint bench sanitize cuda-check gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -47,6 +47,14 @@ build/torchrec-%: $(VENV)/.installed
 test-torchrec-%: build/torchrec-% build
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import torchrec; assert '$<' in torchrec.__file__, torchrec.__file__"
 	PYTHONPATH=$(abspath $<) $(BIN)/python -m pytest $(VERSION_TESTS)
+
+# The launch's tests on torchx as it is after 0.7.
+TORCHX_NIGHTLY ?= 2026.10.26
+
+test-torchx-nightly: build
+	rm -rf build/torchx-nightly
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/torchx-nightly torchx-nightly==$(TORCHX_NIGHTLY)
+	PYTHONPATH=$(abspath build/torchx-nightly) $(BIN)/python -m pytest tests/torchx_components
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -59,9 +59,12 @@ def ddp(
         debug: torch's debugging variables.
         python: what runs torchrun; if not given, what runs torchx, or the image's torchrun.
     """
-    for argument, value in (("max_restarts", max_restarts), ("max_retries", max_retries)):
-        if value < 0:
-            raise ValueError(f"{argument} must be at least 0, got {value}")
+    for argument, value, least in (
+        *(("cpu", cpu, 1), ("gpu", gpu, 0), ("memMB", memMB, 1)),
+        *(("max_restarts", max_restarts, 0), ("max_retries", max_retries, 0)),
+    ):
+        if value < least:
+            raise ValueError(f"{argument} must be at least {least}, got {value}")
     if not 0 < rdzv_port < 65536:
         raise ValueError(f"rdzv_port must be in 1 to 65535, got {rdzv_port}")
     if any(part.isdecimal() and int(part) == 0 for part in re.split("[:x]", j)):

@@ -94,6 +94,7 @@ def test_a_kubernetes_dry_run_is_a_valid_volcano_job(monkeypatch):
         assert words[-6:] == ["examples/criteo/train.py", *RESUMED]
 
 
+@pytest.mark.filterwarnings("ignore:Error running. `sinfo --version`")  # torchx after 0.7
 def test_a_slurm_dry_run_is_a_valid_batch_script():
     request = dry_run(
         train.criteo(*RESUMED, **JOB, gpu=1), "slurm", {"partition": "night", "time": "60"}

@@ -69,7 +69,7 @@ def test_every_argument_is_described(name):
 def test_names_and_meanings_are_those_of_dist_ddp():
     theirs = inspect.signature(dist.ddp).parameters
     ours = inspect.signature(train.ddp).parameters
-    assert set(theirs) - set(ours) == {"tee"}
+    assert set(theirs) - set(ours) <= {"tee", "metadata", "rdzv_conf"}  # 0.7 has only tee
     assert set(ours) - set(theirs) == {"max_restarts", "python"}
     assert all(ours[name].annotation == theirs[name].annotation for name in set(ours) & set(theirs))
 
@@ -158,6 +158,9 @@ def test_a_torchx_without_torch_is_told_what_to_do(monkeypatch):
         ({"j": "2x2x2"}, "2x2x2"),
         ({"j": "0x2"}, "j must be a node and a rank or more, got 0x2"),
         ({"j": "2x0"}, "j must be a node and a rank or more, got 2x0"),
+        ({"cpu": 0}, "cpu must be at least 1, got 0"),
+        ({"gpu": -1}, "gpu must be at least 0, got -1"),
+        ({"memMB": 0}, "memMB must be at least 1, got 0"),
         ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
         ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
         ({"rdzv_port": 65536}, "rdzv_port must be in 1 to 65535, got 65536"),
