@@ -62,15 +62,25 @@ def read_yaml(path: str | Path, schema: type[T]) -> T:
             its annotation does not allow; the message has the file and the key.
         OSError: for a file that cannot be read.
     """
-    text = _text(path)
-    try:
-        content = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{path} must be YAML, got {_yaml_problem(error)}") from None
+    content = load_yaml(path)
     try:
         return parse(content, schema)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def load_yaml(path: str | Path) -> object:
+    """Returns what a YAML file has.
+
+    Raises:
+        ValueError: for a file that is no YAML; the message has the file.
+        OSError: for a file that cannot be read.
+    """
+    text = _text(path)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(f"{path} must be YAML, got {_yaml_problem(error)}") from None
 
 
 def read_json(path: str | Path) -> Any:
@@ -113,7 +123,7 @@ def parse(content: object, schema: type[T], *, where: str = _TOP, is_open: bool 
         if key not in fields and not is_open:
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
             raise ValueError(
-                f"{where} must have keys of {sorted(fields)}, got {key!r}; "
+                f"{where} must have keys of {_shown(sorted(fields))}, got {_shown(key)}; "
                 f"the nearest is {near[0]!r}"
             )
     for name, field in fields.items():

@@ -11,14 +11,14 @@
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from blocks import CAT_NAMES, Block, Source, Split, concatenate, split_rows
-from day_files import day_files
+from day_files import day_files, missing_days
 from made_rows import MadeRows, Signal
 from npy_files import open_npy
 from prefetch import prefetched
@@ -49,12 +49,14 @@ class CriteoDataset:
         source: of the rows.
         splits: which rows are whose.
         num_embeddings: rows of each categorical column's table.
+        missing_days: between the first and the last of a folder of days.
         best_auroc: that a model can reach on the test rows; known of made rows alone.
     """
 
     source: Source
     splits: Mapping[Split, range]
     num_embeddings: Sequence[int]
+    missing_days: Sequence[int] = ()
     best_auroc: float | None = None
 
     def num_rows(self, split: Split) -> int:
@@ -122,12 +124,17 @@ def open_dataset(path: Path, *, num_embeddings: Sequence[int]) -> CriteoDataset:
     labels = [day.labels for day in source.days]
     firsts = np.cumsum([0, *map(len, labels)])
     for split, rows in splits.items():
-        parts = [
+        parts = (
             part[max(0, rows.start - first) : max(0, rows.stop - first)]
             for part, first in zip(labels, firsts.tolist(), strict=False)
-        ]
-        _check_labels(parts, split=split, path=path)
-    return CriteoDataset(source=source, splits=splits, num_embeddings=num_embeddings)
+        )
+        _check_labels(parts, rows, where=f"{path}: the {split} rows")
+    return CriteoDataset(
+        source=source,
+        splits=splits,
+        num_embeddings=num_embeddings,
+        missing_days=missing_days(prefixes),
+    )
 
 
 def made_dataset(
@@ -138,7 +145,11 @@ def made_dataset(
     seed: int,
     signal: Signal = "digits",
 ) -> CriteoDataset:
-    """Returns made-up rows; see made_rows.py for the arguments."""
+    """Returns made-up rows; see made_rows.py for the arguments.
+
+    Raises:
+        ValueError: for a split in which every label is the same.
+    """
     source = MadeRows(
         num_rows=num_rows,
         num_embeddings=num_embeddings,
@@ -147,6 +158,9 @@ def made_dataset(
         signal=signal,
     )
     splits = split_rows([num_rows])
+    for split, rows in splits.items():
+        labels = (block.labels for block in source.read(rows))
+        _check_labels(labels, rows, where=f"--made_rows {num_rows}: the {split} rows")
     return CriteoDataset(
         source=source,
         splits=splits,
@@ -162,11 +176,16 @@ def _open_tsv(paths: list[Path], *, num_embeddings: Sequence[int]) -> CriteoData
     for split, rows in splits.items():
         if rows.stop > first or not rows:
             part = labels[max(0, rows.start - first) : rows.stop - first]
-            _check_labels([part], split=split, path=paths[-1])
-    return CriteoDataset(source=source, splits=splits, num_embeddings=num_embeddings)
+            _check_labels([part], rows, where=f"{paths[-1]}: the {split} rows")
+    return CriteoDataset(
+        source=source,
+        splits=splits,
+        num_embeddings=num_embeddings,
+        missing_days=missing_days(paths),
+    )
 
 
-def _check_labels(parts: list[np.ndarray], *, split: Split, path: Path) -> None:
+def _check_labels(parts: Iterable[np.ndarray], rows: range, *, where: str) -> None:
     found: set[int] = set()
     for part in parts:
         for i in range(0, len(part), _LABEL_ROWS):
@@ -174,8 +193,7 @@ def _check_labels(parts: list[np.ndarray], *, split: Split, path: Path) -> None:
             if found >= {0, 1}:
                 return
     raise ValueError(
-        f"{path}: the {split} rows must hold both labels for an AUROC, got {sorted(found)} in "
-        f"{sum(map(len, parts))} rows"
+        f"{where} must hold both labels for an AUROC, got {sorted(found)} in {len(rows)} rows"
     )
 
 

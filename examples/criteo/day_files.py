@@ -1,6 +1,7 @@
 """The days of Criteo Terabyte in a folder."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -22,3 +23,10 @@ def day_files(folder: Path) -> list[Path]:
             f"{folder} must have day_0, day_1, ... (plain or .gz) or *_dense.npy, got neither"
         )
     return [days[day] for day in sorted(days)]
+
+
+def missing_days(paths: Sequence[Path]) -> list[int]:
+    """Returns the days between the first and the last that no path is of."""
+    matches = [re.match(r"day_(\d+)", path.name) for path in paths]
+    days = [int(match[1]) for match in matches if match]
+    return sorted(set(range(min(days, default=0), max(days, default=0))) - set(days))

@@ -7,7 +7,6 @@ that script has and this one cannot do is refused with the reason.
 # ruff: noqa: RUF009 (_flag is dataclasses.field)
 import argparse
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+import torch
 from baselines import HASHED, Compression
-from blocks import split_rows
 from data import KAGGLE_NUM_EMBEDDINGS
 from made_rows import Signal
 
-from torchrec_tt.schema import parse
+from torchrec_tt.schema import load_yaml, parse
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.init import TTInit
 
@@ -55,12 +53,13 @@ _CONFLICTS = {
 }
 
 _RULES: dict[str, Callable[[Any], bool]] = {
-    "positive": lambda value: 0 < value < math.inf,
-    "at least 0": lambda value: 0 <= value < math.inf,
+    "positive": lambda value: value > 0,
+    "in [1, 2^31)": lambda value: 1 <= value < 2**31,
+    "a positive float32": lambda value: _FLOAT32.tiny <= value <= _FLOAT32.max,
+    "at least 0": lambda value: value >= 0,
     "in (0, 1)": lambda value: 0 < value < 1,
 }
-
-
+_FLOAT32 = torch.finfo(torch.float32)
 _MOST = 2**63  # of an int64
 
 
@@ -84,10 +83,10 @@ class Flags:
 
     epochs: int = _flag(1, "passes through the training rows", rule="positive")
     batch_size: int | None = _flag(
-        None, f"training rows per rank and step; {PAPER_BATCH_SIZE} / ranks", rule="positive"
+        None, f"training rows per rank and step; {PAPER_BATCH_SIZE} / ranks", rule="in [1, 2^31)"
     )
     test_batch_size: int = _flag(
-        1024, "validation and test rows per rank and step", rule="positive"
+        1024, "validation and test rows per rank and step", rule="in [1, 2^31)"
     )
     drop_last_training_batch: bool = _flag(False, "leave out an epoch's last, smaller batch")
     limit_train_batches: int | None = _flag(None, "of an epoch, on each rank", rule="positive")
@@ -97,35 +96,35 @@ class Flags:
         None, "steps between validations, besides that after each epoch", rule="positive"
     )
 
-    learning_rate: float = _flag(0.03, "of every parameter", rule="positive")
+    learning_rate: float = _flag(0.03, "of every parameter", rule="a positive float32")
     adagrad: bool = _flag(True, "Adagrad; --no-adagrad is SGD")
-    eps: float = _flag(1e-8, "of Adagrad", rule="positive")
+    eps: float = _flag(1e-8, "of Adagrad", rule="a positive float32")
     lr_warmup_steps: int = _flag(0, "steps in which the rate rises to its value", rule="at least 0")
     lr_decay_start: int = _flag(0, "step at which the rate begins to fall", rule="at least 0")
     lr_decay_steps: int = _flag(0, "steps of the fall, as a parabola; 0 is none", rule="at least 0")
     print_lr: bool = _flag(False, "print the learning rate at every step")
 
-    num_embeddings: int | None = _flag(None, "rows of each of the 26 tables", rule="positive")
+    num_embeddings: int | None = _flag(None, "rows of each of the 26 tables", rule="in [1, 2^31)")
     num_embeddings_per_feature: list[int] | None = _flag(
-        None, "rows of each of the 26 tables, comma separated; Criteo Kaggle's", rule="positive"
+        None, "rows of each of the 26 tables, comma separated; Criteo Kaggle's", rule="in [1, 2^31)"
     )
-    embedding_dim: int = _flag(16, "columns of each table", rule="positive")
+    embedding_dim: int = _flag(16, "columns of each table", rule="in [1, 2^31)")
     dense_arch_layer_sizes: list[int] | None = _flag(
-        None, "bottom MLP; 512,256,64 and --embedding_dim", rule="positive"
+        None, "bottom MLP; 512,256,64 and --embedding_dim", rule="in [1, 2^31)"
     )
-    over_arch_layer_sizes: list[int] = _flag([512, 256, 1], "top MLP", rule="positive")
+    over_arch_layer_sizes: list[int] = _flag([512, 256, 1], "top MLP", rule="in [1, 2^31)")
     interaction_type: Interaction = _flag("original", "of dense and sparse features")
     interaction_branch1_layer_sizes: list[int] = _flag(
-        [2048, 2048], "for 'projection'", rule="positive"
+        [2048, 2048], "for 'projection'", rule="in [1, 2^31)"
     )
     interaction_branch2_layer_sizes: list[int] = _flag(
-        [2048, 2048], "for 'projection'", rule="positive"
+        [2048, 2048], "for 'projection'", rule="in [1, 2^31)"
     )
-    dcn_num_layers: int = _flag(3, "for 'dcn'", rule="positive")
-    dcn_low_rank_dim: int = _flag(512, "for 'dcn'", rule="positive")
+    dcn_num_layers: int = _flag(3, "for 'dcn'", rule="in [1, 2^31)")
+    dcn_low_rank_dim: int = _flag(512, "for 'dcn'", rule="in [1, 2^31)")
 
-    tt_tables: int = _flag(7, "how many of the largest tables are TT", rule="positive")
-    tt_rank: int = _flag(32, "every inner rank of a TT table", rule="positive")
+    tt_tables: int = _flag(7, "how many of the largest tables are TT", rule="in [1, 2^31)")
+    tt_rank: int = _flag(32, "every inner rank of a TT table", rule="in [1, 2^31)")
     tt_cores: Literal[2, 3, 4] = _flag(3, "cores of a TT table")
     tt_cache: float | None = _flag(
         None, "part of a TT table's rows to cache on each rank", rule="in (0, 1)"
@@ -172,14 +171,12 @@ def read_config(path: Path) -> dict[str, Any]:
             the file and the nearest flag.
         OSError: for a file that cannot be read.
     """
+    content = load_yaml(path)
     try:
-        content = yaml.safe_load(path.read_text())
         _parsed(content)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} must be YAML, got {error}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return dict(content)
+    return dict(typing.cast(dict[str, Any], content))
 
 
 def flags_of(content: dict[str, Any]) -> Flags:
@@ -193,8 +190,6 @@ def flags_of(content: dict[str, Any]) -> Flags:
         for other in others if name in content else ():
             if other in content:
                 raise ValueError(f"--{name} and --{other} must not both be given")
-    if not all(split_rows([flags.made_rows]).values()):
-        raise ValueError(f"--made_rows must be at least 8, of which 6 train, got {flags.made_rows}")
     flags = _with_defaults(flags)
     _check_together(flags)
     return flags

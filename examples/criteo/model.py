@@ -183,7 +183,11 @@ def plan_dlrm(
         ValueError: if sizes do not fit together.
         PlannerError: if the tables do not fit the ranks.
     """
-    model = DLRMTrain(_dlrm(_collection(configs, hashed), dlrm))
+    try:
+        model = DLRMTrain(_dlrm(_collection(configs, hashed), dlrm))
+    except RuntimeError as error:
+        (reason, *_) = str(error).splitlines()
+        raise ValueError(f"the model's layers must fit in memory, got {reason}") from None
     sharders = _sharders(optimizer)
     if fixed_types is None:
         is_free = is_planned_freely or hashed is not None

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import vocabulary
 from blocks import CAT_NAMES, NUM_CATS, NUM_INTS
-from day_files import day_files
+from day_files import day_files, missing_days
 from numpy.typing import NDArray
 from progress import Progress
 from segments import NPY_HEADER_BYTES, Folder, Reading, append, npy_header, read_segments
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     paths = day_files(args.input) if args.input.is_dir() else [args.input]
     prefixes = [path.name.split(".")[0] for path in paths] if args.input.is_dir() else ["train"]
+    if missing := missing_days(paths):
+        sys.stderr.write(f"warning: {args.input} has a gap, no days {missing}\n")
     if not args.output.name:
         raise ValueError(f"--output must be a folder that is not there yet, got {args.output}")
     settings = _settings(args, paths)

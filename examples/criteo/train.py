@@ -128,6 +128,8 @@ def run(flags: Flags, models: list[Model], *, rows: CriteoDataset, log: Log) -> 
     if dist.get_rank() == 0:
         (Path(flags.output_dir) / "metrics.json").unlink(missing_ok=True)
     log.line(run_line(flags, rows))
+    if rows.missing_days:
+        log.line(f"warning: {flags.data} has a gap, no days {rows.missing_days}")
     outcome = train_and_test(flags, models[0], rows=rows, log=log)
     metrics = {
         "ranks": dist.get_world_size(),

@@ -128,6 +128,25 @@ def test_split_with_one_label_is_refused(tmp_path, labels, message):
         opened(write(tmp_path / "rows.tsv", [line(label) for label in labels]))
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "message"),
+    [
+        (1, r"--made_rows 1: the train rows must hold both labels .* got \[\] in 0 rows"),
+        (20, r"--made_rows 20: the val rows must hold both labels .* got \[1\] in 2 rows"),
+    ],
+)
+def test_made_rows_too_few_for_an_auroc_are_refused(num_rows, message):
+    with pytest.raises(ValueError, match=message):
+        made_dataset(num_rows, num_embeddings=(90,) * 26, signal_columns=[1], seed=0)
+
+
+def test_days_that_are_missing_between_others_are_known(tmp_path):
+    for day in (1, 2, 5):
+        write(tmp_path / f"day_{day}", numbered(8))
+    assert opened(tmp_path).missing_days == [3, 4]
+    assert opened(write(tmp_path / "rows.tsv", numbered(28))).missing_days == []
+
+
 def test_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         opened(tmp_path / "absent.tsv")

@@ -50,7 +50,7 @@ def test_a_file_of_made_rows_has_the_same_rows(tmp_path, is_scattered):
 
 
 def test_other_seeds_make_other_rows():
-    first, other = (next(make(100, seed=seed).batches("train", batch_size=50)) for seed in (0, 1))
+    first, other = (next(make(700, seed=seed).batches("train", batch_size=50)) for seed in (0, 1))
     assert first.sparse_features.values().tolist() != other.sparse_features.values().tolist()
     assert first.labels.tolist() != other.labels.tolist()
 
@@ -101,7 +101,7 @@ def test_best_auroc_is_reached_by_what_knows_the_only_signal_column(signal):
 
 def test_signals_change_labels_alone():
     first, other = (
-        next(make(100, signal=signal).batches("train", batch_size=50))
+        next(make(700, signal=signal).batches("train", batch_size=50))
         for signal in ("digits", "rows")
     )
     assert first.sparse_features.values().tolist() == other.sparse_features.values().tolist()

@@ -29,13 +29,15 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def small_dlrm(*, adagrad, freeze_tt):
+def small_dlrm(*, adagrad, freeze_tt, over_arch_layer_sizes=(8, 1)):
     torch.manual_seed(0)
     configs = table_configs(SIZES, embedding_dim=8, tt_columns=(23, 24, 25), tt_ranks=(2, 2))
     config = OptimizerConfig(learning_rate=0.1, adagrad=adagrad, freeze_tt=freeze_tt)
     planned = plan_dlrm(
         configs,
-        dlrm=DLRMConfig(dense_arch_layer_sizes=[8], over_arch_layer_sizes=[8, 1]),
+        dlrm=DLRMConfig(
+            dense_arch_layer_sizes=[8], over_arch_layer_sizes=list(over_arch_layer_sizes)
+        ),
         batch_size=BATCH_SIZE,
         optimizer=config,
     )
@@ -46,7 +48,7 @@ def moved_by_a_step(*, adagrad, freeze_tt):
     """Returns for the MLPs, and for the cores by sharding type, whether a step moved each."""
     model, optimizer = small_dlrm(adagrad=adagrad, freeze_tt=freeze_tt)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rows = made_dataset(70, num_embeddings=SIZES, signal_columns=[25], seed=0)
+    rows = made_dataset(350, num_embeddings=SIZES, signal_columns=[25], seed=0)
     loss, _ = model(next(rows.batches("train", batch_size=BATCH_SIZE)))
     optimizer.zero_grad()
     loss.backward()
@@ -60,6 +62,13 @@ def moved_by_a_step(*, adagrad, freeze_tt):
             kind = types[table] if ".tt_cores." in name else "dense table"
         moved.setdefault(kind, set()).add(not torch.equal(parameter, before[name]))
     return moved
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sizes", [(10**8, 10**8, 1), (2**31 - 1, 2**31 - 1, 1)])
+def test_layers_that_do_not_fit_in_memory_are_refused(sizes):
+    with pytest.raises(ValueError, match="the model's layers must fit in memory, got "):
+        small_dlrm(adagrad=True, freeze_tt=False, over_arch_layer_sizes=sizes)
 
 
 def test_the_largest_tables_come_first():

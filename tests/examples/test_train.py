@@ -137,7 +137,7 @@ def test_malformed_line_ends_the_job_with_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):
+def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):  # U65
     (tmp_path / "metrics.json").write_text("of an earlier run")
     flags = ("--no-adagrad", "--learning_rate", "1e30")
     run = train(*SMALL_FLAGS, *flags, "--output_dir", str(tmp_path))
