@@ -176,6 +176,18 @@ def test_an_error_gives_the_ranks(
     assert less.relative_error > max_error / math.sqrt(2)
 
 
+@pytest.mark.parametrize(("num_embeddings", "max_error"), [(61, 0.5), (62, 0.5)])
+def test_rows_that_are_missing_cost_no_rank(num_embeddings: int, max_error: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(num_embeddings, 8, generator=generator) * torch.logspace(0, -2, 8)
+    factors = {"row_factors": [5, 4, 6], "col_factors": [2, 2, 2]}
+    found = tt_svd(table, max_error=max_error, **factors)
+    assert found.relative_error <= max_error
+    first, second = found.shape.tt_ranks
+    less = tt_svd(table, tt_ranks=[first - 1, second], **factors)
+    assert less.relative_error > max_error
+
+
 @pytest.mark.parametrize("num_embeddings", [125, 117, 101])
 def test_rounding_gives_nearly_the_error_of_tt_svd(num_embeddings: int) -> None:
     shape = _shape(num_embeddings, (5, 5, 5), (2, 2, 2), (4, 4))

@@ -107,7 +107,11 @@ def leading_space(
             high = middle
         else:
             low = middle + 1
-    return fit.refined(low)
+    space = fit.refined(low)
+    # The search looks at spaces before the partial prefix is filled, which may need a rank more.
+    while low > 1 and (less := fit.refined(low - 1)).lost <= max_lost:
+        space, low = less, low - 1
+    return space
 
 
 def project(unfolding: Unfolding, space: Space, *, dtype: torch.dtype) -> Tensor:
