@@ -4,15 +4,13 @@ Rank 0 alone says it.
 """
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from progress import progress
 from tqdm import tqdm
-
-_SECONDS_BETWEEN_LINES = 10
 
 
 class Log:
@@ -50,66 +48,16 @@ class Log:
         for name, value in values.items() if self._writer is not None else ():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
-    def steps(self, description: str, *, total: int, first: int = 0) -> "tqdm | StepLines":
+    def steps(self, description: str, *, total: int, first: int = 0) -> tqdm:
         """Returns what shows the steps from `first` to `total`: a bar, lines, or nothing."""
-        if sys.stderr.isatty() or self._is_silent:
-            return tqdm(
-                desc=description,
-                initial=first,
-                total=total,
-                unit="step",
-                mininterval=1,
-                dynamic_ncols=True,
-                disable=self._is_silent,
-            )
-        return StepLines(description, first=first, total=total)
+        return progress(
+            description, total=total, unit=" steps", first=first, is_silent=self._is_silent
+        )
 
     def close(self) -> None:
         """Writes what TensorBoard's writer still holds."""
         if self._writer is not None:
             self._writer.close()
-
-
-class StepLines:
-    """Stands for a bar where there is no terminal: a line every ten seconds.
-
-    Args:
-        description: how a line begins.
-        first: the number of steps already done.
-        total: the number at the end.
-    """
-
-    def __init__(self, description: str, *, first: int, total: int) -> None:
-        self._description = description
-        self._first = self._done = first
-        self._total = total
-        self._postfix = ""
-        self._start = self._last = time.monotonic()
-
-    def __enter__(self) -> "StepLines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """Sets what a line ends with."""
-        self._postfix = text
-
-    def update(self) -> None:
-        """Counts a step."""
-        self._done += 1
-        now = time.monotonic()
-        if now < self._last + _SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
-        seconds = (now - self._start) / (self._done - self._first) * (self._total - self._done)
-        left = tqdm.format_interval(seconds)
-        sys.stderr.write(
-            f"{self._description}: {self._done} of {self._total} steps, {left} left"
-            f"{self._postfix and ', ' + self._postfix}\n"
-        )
-        sys.stderr.flush()
 
 
 def check_writable(folder: Path) -> None:

@@ -1,54 +1,56 @@
 """A progress bar with rate and time left; in a log, a line from time to time."""
 
 import sys
-import time
 
 from tqdm import tqdm
 
-_SECONDS_BETWEEN_LINES = 30
+_SECONDS_BETWEEN_LINES = 10
+_LINE = (
+    "{desc}: {percentage:.0f} %, {n_fmt} of {total_fmt}{unit}, "
+    "{rate_fmt}, {remaining} left{postfix}"
+)
 
 
-class Progress:
-    """Counts bytes towards a total.
+def progress(
+    description: str, *, total: int, unit: str, first: int = 0, is_silent: bool = False
+) -> tqdm:
+    """Returns a bar on stderr, or what looks like one and writes lines.
 
     Args:
         description: what is done.
-        total: bytes.
+        total: how much of it there is.
+        unit: what is counted; of bytes ("B") thousands are written as k, M, G.
+        first: how much was done before.
+        is_silent: whether nothing is shown.
     """
+    settings = {"desc": description, "total": total, "initial": first, "disable": is_silent}
+    settings |= {"unit": unit, "unit_scale": unit == "B", "smoothing": 0}
+    if sys.stderr.isatty():
+        return tqdm(**settings, mininterval=1, dynamic_ncols=True)
+    return tqdm(
+        **settings,
+        file=_Lines(),
+        bar_format=_LINE,
+        mininterval=_SECONDS_BETWEEN_LINES,
+        delay=_SECONDS_BETWEEN_LINES,
+        miniters=1,
+        leave=False,
+    )
 
-    def __init__(self, description: str, *, total: int) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            desc=description,
-            total=total,
-            unit="B",
-            unit_scale=True,
-            disable=not self._is_terminal,
-            mininterval=0.5,
-        )
-        self._description, self._total = description, total
-        self._first: int | None = None
-        self._started = self._last_line = time.monotonic()
 
-    def at(self, done: int) -> None:
-        """Shows that `done` bytes of the total are done; the first call's were before."""
-        if self._first is None:
-            self._first = done
-            self._bar.initial = done
-        self._bar.n = done
-        self._bar.update(0)
-        now = time.monotonic()
-        if self._is_terminal or now - self._last_line < _SECONDS_BETWEEN_LINES:
-            return
-        self._last_line = now
-        rate = (done - self._first) / (now - self._started)
-        left = (self._total - done) / max(rate, 1)
-        sys.stderr.write(
-            f"{self._description}: {100 * done / max(1, self._total):.0f} %, "
-            f"{rate / 1e6:.1f} MB/s, {left / 60:.0f} minutes left\n"
-        )
+def move(bar: tqdm, done: int) -> None:
+    """Shows how much is done; what was by the first call was done before."""
+    if not bar.n:
+        bar.initial = done
+    bar.update(done - bar.n)
+
+
+class _Lines:
+    """A file that takes what tqdm writes over a line as a line of its own."""
+
+    def write(self, text: str) -> None:
+        if words := text.split():
+            sys.stderr.write(" ".join(words) + "\n")
+
+    def flush(self) -> None:
         sys.stderr.flush()
-
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()

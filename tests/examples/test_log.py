@@ -14,23 +14,6 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def test_a_log_gets_lines_without_carriage_returns(monkeypatch, capsys):
-    monkeypatch.setattr(log, "_SECONDS_BETWEEN_LINES", 0)
-    with log.Log(None).steps("epoch 0", first=3, total=5) as bar:
-        bar.set_postfix_str("loss 0.5", False)
-        bar.update()
-        bar.update()
-    assert capsys.readouterr().err == (
-        "epoch 0: 4 of 5 steps, 00:00 left, loss 0.5\nepoch 0: 5 of 5 steps, 00:00 left, loss 0.5\n"
-    )
-
-
-def test_a_log_gets_no_line_before_its_time(capsys):
-    with log.Log(None).steps("epoch 0", total=5) as bar:
-        bar.update()
-    assert capsys.readouterr().err == ""
-
-
 def test_a_terminal_gets_a_bar(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
