@@ -152,3 +152,32 @@ def test_fx_takes_a_table_with_a_cache_as_a_leaf():
     graph = fx.symbolic_trace(model)
     assert torch.equal(look_up(graph), look_up(model))
     assert graph.bag.row_cache is model.bag.row_cache
+
+
+def test_a_table_is_not_the_root_of_a_trace():
+    with pytest.raises(NotImplementedError, match=r"a module that holds the TTEmbeddingBag, such"):
+        fx.symbolic_trace(trained())
+
+
+def test_a_bag_made_in_inference_mode_is_looked_up_and_not_trained():
+    source = trained().eval()
+    with torch.inference_mode():
+        bag = make_bag()
+        bag.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        assert torch.equal(look_up(bag), look_up(source))
+    with torch.inference_mode():
+        assert torch.equal(look_up(bag), look_up(source))
+    with pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\) to be trained, got"):
+        train(bag.train())
+    with torch.inference_mode():
+        assert_same_state(bag, source)
+
+
+def test_a_lookup_in_inference_mode_leaves_a_bag_in_training():
+    bag, other = trained(), trained()
+    with torch.inference_mode():
+        assert torch.equal(bag(torch.arange(200), torch.arange(201)), look_up(other))
+    train(bag, range(6, 9))
+    train(other.train(), range(6, 9))
+    assert_same_state(bag, other)

@@ -101,4 +101,10 @@ def as_fx_leaf(module: nn.Module, *args: fx.Proxy | None) -> fx.Proxy:
     A tracer follows other modules inside, where what they check of a tensor has no answer yet.
     """
     tracer = next(arg.tracer for arg in args if isinstance(arg, fx.Proxy))
+    if module is tracer.root:
+        raise NotImplementedError(
+            "the root of torch.fx's trace must be a module that holds the "
+            f"{type(module).__name__}, such as nn.Sequential(table), got the table itself: it is "
+            "a leaf of the graph"
+        )
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})

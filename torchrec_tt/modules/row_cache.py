@@ -256,11 +256,16 @@ class RowCache(nn.Module):
         self.fold_squares.zero_()
 
     def begin_step(self) -> None:
-        """Counts a training step; raises ValueError where nothing says how to step the rows."""
+        """Counts a training step; raises where the rows cannot be stepped."""
         if self.optimizer is None:
             raise ValueError(
                 "cache.optimizer must be given to train a table whose cores are not stepped in "
                 f"backward, got None for table {self.table.name!r}"
+            )
+        if self.ids.is_inference():
+            raise RuntimeError(
+                "a row cache must be made outside torch.inference_mode() to be trained, got one "
+                f"made inside for table {self.table.name!r}"
             )
         self.__dict__["num_steps"] += 1  # not through Module.__setattr__: 5 us a table and step
 
