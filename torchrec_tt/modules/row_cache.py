@@ -1,7 +1,7 @@
 """RowCache: a table's hottest rows, uncompressed, with what trains, counts and renews them."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
 from torchrec_tt.modules.row_folding import CoreRows, RowFold
 from torchrec_tt.ops.embedding_bag import sum_dtype
+from torchrec_tt.ops.library import find_problem
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.ops.row_cache import advise_huge_pages
 from torchrec_tt.ops.row_counter import place_rows
@@ -40,13 +41,13 @@ class Placement:
     Attributes:
         slots: [M].
         evicted_ids: [E] rows of the table.
-        evicted_rows: [E, D] their values.
+        evicted_slots: [E] that hold their values until they are filled anew.
         evicted_heats: [E].
     """
 
     slots: Tensor
     evicted_ids: Tensor
-    evicted_rows: Tensor
+    evicted_slots: Tensor
     evicted_heats: Tensor
 
 
@@ -120,6 +121,8 @@ class RowCache(nn.Module):
         add("statistics", len(STATISTICS), dtype=torch.int64)
         add("fold_squares", 2, dtype=torch.float64)
         add("schedule", 3, dtype=torch.int64)
+        if find_problem() is None:  # best before the first write: pages in use must be moved
+            advise_huge_pages(list(self.buffers()))
         self.clear()
 
     def clear(self) -> None:
@@ -176,24 +179,28 @@ class RowCache(nn.Module):
         return Placement(
             slots=slots,
             evicted_ids=old_ids[is_evicted],
-            evicted_rows=self.rows[slots[is_evicted]],
+            evicted_slots=slots[is_evicted],
             evicted_heats=old_heats[is_evicted],
         )
 
     @torch.no_grad()
     def missed(self, placement: Placement, cores: Sequence[Tensor]) -> Tensor:  # [E] float64
         """Returns each evicted row's squared distance from what the cores give, times its heat."""
-        wide = [core.detach().to(sum_dtype(core)) for core in cores]
-        pieces = zip(
-            placement.evicted_ids.split(_ROWS_AT_ONCE),
-            placement.evicted_rows.split(_ROWS_AT_ONCE),
-            strict=True,
+        squares = torch.zeros(
+            len(placement.evicted_ids), dtype=torch.float64, device=self.ids.device
         )
-        squares = [
-            (CoreRows(self.table, ids).values(wide) - rows).square_().sum(1, dtype=torch.float64)
-            for ids, rows in pieces
-        ]
-        return torch.cat(squares) * self._weights(placement.evicted_heats)
+        for at, values in self._values(placement.evicted_ids, cores):
+            missing = values - self.rows.index_select(0, placement.evicted_slots[at])
+            squares[at] = torch.linalg.vector_norm(missing, dim=1).double().square_()
+        return squares * self._weights(placement.evicted_heats)
+
+    def _values(
+        self, ids: Tensor, cores: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # [n], [n, D]
+        """Some places of `ids` at a time, all in the end, and what the cores give for these."""
+        wide = [core.detach().to(sum_dtype(core)) for core in cores]
+        for at in CoreRows(self.table, ids).order.split(_ROWS_AT_ONCE):
+            yield at, CoreRows(self.table, ids[at]).values(wide)
 
     def fold(self, placement: Placement, missed: Tensor, cores: Sequence[Tensor]) -> RowFold:
         """Returns what moves the cores towards evicted rows and holds the hottest others.
@@ -209,7 +216,7 @@ class RowCache(nn.Module):
             self.table,
             cores,
             ids=placement.evicted_ids[folded],
-            values=placement.evicted_rows[folded],
+            values=self.rows[placement.evicted_slots[folded]],
             weights=FOLDED_WEIGHT * self._weights(placement.evicted_heats[folded]),
             kept_ids=self.counter_ids[hottest],
             kept_weights=self._weights(self.counter_heats[hottest]),
@@ -224,10 +231,10 @@ class RowCache(nn.Module):
         """Gives new rows the cores' values and no past, and ends the refresh."""
         advise_huge_pages(list(self.buffers()))
         slots = placement.slots
-        values = CoreRows(self.table, self.ids[slots]).values(
-            [core.detach().to(sum_dtype(core)) for core in cores]
-        )
-        self.rows[slots] = values.to(self.rows.dtype)
+        for at, values in self._values(self.ids[slots], cores):
+            self.rows.index_copy_(
+                0, slots[at], values.to(self.rows.dtype)
+            )  # faster than rows[..] =
         for moment in self._moments():
             moment[slots] = 0
         since = self.num_steps - self.last_refresh

@@ -32,6 +32,11 @@ class CoreRows:
         self._offsets = torch.tensor([0, len(ids)], device=ids.device)
         self._plan = plan(ids - table.row_offset, self._offsets, lookup=self._lookup)
 
+    @property
+    def order(self) -> Tensor:  # [E] int64
+        """Places of the ids, so that those that share products of cores stand together."""
+        return self._plan[0].long()
+
     def values(self, cores: Sequence[Tensor]) -> Tensor:  # [E, D]
         return embedding_bag_forward(self._plan, cores, offsets=self._offsets, lookup=self._lookup)
 
@@ -91,7 +96,8 @@ class RowFold:
 
     def squares(self, difference: Tensor) -> Tensor:  # [E + K, D] -> float64 [2]
         """Returns the weighted sum of squares of all rows, and that of the folded ones."""
-        squares = difference.square().sum(1, dtype=torch.float64) * self.weights
+        norms = torch.linalg.vector_norm(difference, dim=1).double()
+        squares = norms.square_() * self.weights
         return torch.stack([squares.sum(), squares[: self.num_folded].sum()])
 
     def move(self, changes: Tensor, directions: Sequence[Tensor], step: float) -> None:

@@ -76,3 +76,8 @@ def advise_huge_pages(tensors: Sequence[Tensor]) -> None:
 @register_fake("step_cached_rows")
 def _fake_step_cached_rows(*arguments: object) -> None:
     """Returns nothing: the operator only writes."""
+
+
+@register_fake("advise_huge_pages")
+def _fake_advise_huge_pages(tensors: list[Tensor]) -> None:
+    """Returns nothing: what has no values lies nowhere."""
