@@ -245,6 +245,18 @@ def test_optimizers_of_torch_train_the_cores_on_their_dense_gradients(kind, sett
     assert losses[-1] < 0.9 * losses[0]
 
 
+# U63
+def test_sparse_adam_which_wants_sparse_gradients_says_so_and_changes_nothing():
+    bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4])
+    optimizer = torch.optim.SparseAdam(bag.parameters())
+    before = [core.detach().clone() for core in bag.tt_cores]
+    ids = torch.arange(50)
+    bag(ids, ids).sum().backward()
+    with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
+        optimizer.step()
+    assert all(map(torch.equal, before, bag.tt_cores))
+
+
 def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
     bag = TTEmbeddingBag(1_000_000, 64, tt_ranks=[32, 32], row_strategy="fast", device="meta")
     fast = factorize_rows(
