@@ -7,14 +7,24 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.toy_model import on_meta, unsharded
-from torchrec_tt import TTEmbeddingBagCollection, TTEmbeddingBagCollectionSharder
-from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of
+from torchrec_tt import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingBagConfig,
+)
+from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
+from torchrec_tt.distributed.fused_params import check_fused_params, check_mode_of, precision_of
 
 
 def test_what_torchrec_and_fbgemm_read_is_accepted() -> None:
@@ -32,6 +42,7 @@ def test_what_torchrec_and_fbgemm_read_is_accepted() -> None:
             "use_one_tbe_per_table": True,
             "res_store_shards": 2,
             "l2_cache_size": 1,
+            "precision": "high",
             "__register_ssd_table_list": [],
         }
     )
@@ -52,6 +63,7 @@ def test_what_torchrec_and_fbgemm_read_is_accepted() -> None:
         ({"bounds_check_mode": BoundsCheckMode.NONE}, "bounds_check_mode must be one .*NONE"),
         ({"output_dtype": SparseType.FP16}, "output_dtype must be FP32 .*FP16"),
         ({"output_dtype": DataType.BF16}, "output_dtype must be FP32 .*BF16"),
+        ({"precision": "tf32"}, "'precision'.* must be None or one of .*, got 'tf32'"),
         ({"output_dtype": None}, "output_dtype must be FP32 .*None"),
     ],
 )
@@ -64,6 +76,15 @@ def test_second_versions_of_bounds_checks_are_the_first() -> None:
     assert check_mode_of({}) == "fatal"
     for mode, name in (("WARNING", "warning"), ("V2_WARNING", "warning"), ("V2_FATAL", "fatal")):
         assert check_mode_of({"bounds_check_mode": BoundsCheckMode[mode]}) == name
+
+
+def test_a_table_has_its_own_precision_or_that_of_fused_params() -> None:
+    assert precision_of(None, {}, table="t") is None
+    assert precision_of("high", {}, table="t") == "high"
+    assert precision_of(None, {"precision": "medium"}, table="t") == "medium"
+    assert precision_of("high", {"precision": "high"}, table="t") == "high"
+    with pytest.raises(ValueError, match="got 'medium' and 'high' for table 't'"):
+        precision_of("high", {"precision": "medium"}, table="t")
 
 
 def refused_when_sharded(rank: int) -> list[str]:
@@ -119,3 +140,55 @@ def regular_tables_alone(rank: int) -> str:
 @pytest.mark.slow
 def test_a_collection_of_regular_tables_is_left_to_torchrec(one_rank: Ranks) -> None:
     assert one_rank.run(regular_tables_alone) == [str(SparseType.FP16)]
+
+
+def check_precisions(rank: int) -> None:
+    """Four TT tables of two precisions beside a regular one, which knows none."""
+    tt = [
+        TTEmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=100,
+            embedding_dim=8,
+            feature_names=[f"f{i}"],
+            tt_ranks=[2, 2],
+            precision=precision,
+        )
+        for i, precision in enumerate(("high", None, "high", None))
+    ]
+    regular = EmbeddingBagConfig(
+        name="r", num_embeddings=10, embedding_dim=8, feature_names=["f"], data_type=DataType.FP32
+    )
+    ebc = TTEmbeddingBagCollection([*tt, regular], device="meta")
+    kinds = (table_wise(rank=0), table_wise(rank=0), row_wise(), data_parallel())
+    sharder = TTEmbeddingBagCollectionSharder(fused_params={"precision": "high"})
+    plan = construct_module_sharding_plan(
+        ebc,
+        {**{f"t{i}": kind for i, kind in enumerate(kinds)}, "r": table_wise(rank=0)},
+        sharder=sharder,
+        local_size=1,
+        world_size=1,
+        device_type="cpu",
+    )
+    for without in (False, True):
+        chosen = TTEmbeddingBagCollectionSharder() if without else sharder
+        model = DistributedModelParallel(ebc, plan=ShardingPlan({"": plan}), sharders=[chosen])
+        found = {
+            table.name: kernel._emb_module.lookup.precision
+            for lookup in model.module._lookups
+            for kernel in lookup.modules()
+            if isinstance(kernel, TTBatchedDenseEmbeddingBag)
+            for table in kernel.config.embedding_tables
+        }
+        fallback = None if without else "high"
+        assert found == {"t0": "high", "t1": fallback, "t2": "high", "t3": fallback}, found
+    with pytest.raises(ValueError, match="got 'medium' and 'high' for table 't0'"):
+        DistributedModelParallel(
+            ebc,
+            plan=ShardingPlan({"": plan}),
+            sharders=[TTEmbeddingBagCollectionSharder(fused_params={"precision": "medium"})],
+        )
+
+
+@pytest.mark.slow
+def test_precision_reaches_the_kernels_of_every_sharding_type(one_rank: Ranks) -> None:
+    one_rank.run(check_precisions)

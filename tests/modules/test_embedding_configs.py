@@ -11,6 +11,7 @@ from torchrec_tt.modules.embedding_configs import (
     TTEmbeddingConfig,
     check_tables,
 )
+from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection, TTEmbeddingCollection
 from torchrec_tt.tt.factorize import factorize_rows
 from torchrec_tt.tt.shape import TTShape
 
@@ -50,6 +51,18 @@ def test_row_strategy_chooses_the_factors_that_are_left_out() -> None:
     assert config.tt_shape.row_factors == fast != factorize_rows(1_000_000)
     with pytest.raises(ValueError, match="row_strategy must be one of"):
         TTEmbeddingBagConfig(**table, tt_ranks=[32, 32], row_strategy="quick")
+
+
+@pytest.mark.parametrize("kind", [TTEmbeddingBagConfig, TTEmbeddingConfig])
+def test_precision_goes_to_the_tables_lookup(kind: Any) -> None:
+    collection = TTEmbeddingCollection if kind is TTEmbeddingConfig else TTEmbeddingBagCollection
+    for precision in (None, "highest", "high", "medium"):
+        config = kind(**TABLE, tt_ranks=[2, 2], precision=precision)
+        table = collection([config], device="meta").table_modules()["t"]
+        lookups = [m._lookup.precision for m in table.modules() if hasattr(m, "_lookup")]
+        assert lookups == [precision]
+    with pytest.raises(ValueError, match=r"precision must be .*, got 'tf32' for table 't'"):
+        kind(**TABLE, tt_ranks=[2, 2], precision="tf32")
 
 
 def test_a_config_can_be_replaced_field_by_field() -> None:

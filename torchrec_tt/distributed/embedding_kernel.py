@@ -17,7 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.fused_optimizer import TTFusedOptimizer, core_optimizer_config
-from torchrec_tt.distributed.fused_params import check_mode_of
+from torchrec_tt.distributed.fused_params import PRECISION, check_mode_of
 from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.modules.table_batched import ReduceGradients, TTTable, TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import Pooling
@@ -61,6 +61,7 @@ class TTBatchedDenseEmbeddingBag(BaseEmbedding):
             [_tt_table(table) for table in config.embedding_tables],
             pooling=_POOLINGS[pooling_type_to_pooling_mode(config.pooling, sharding_type)],
             check_mode=check_mode_of(config.fused_params or {}),
+            precision=(config.fused_params or {}).get(PRECISION),
             optimizer=optimizer,
             reduce_gradients=reduce_gradients,
             caches={

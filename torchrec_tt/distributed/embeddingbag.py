@@ -164,7 +164,8 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """Shards a TTEmbeddingBagCollection; pass it beside `get_default_sharders()`.
 
     `fused_params` go to regular tables as to TorchRec's own sharder. TT tables take their optimizer
-    from them (`core_optimizer_config`) and `bounds_check_mode` (default FATAL); data-parallel TT
+    from them (`core_optimizer_config`), `bounds_check_mode` (default FATAL) and, where their
+    configs have none, `precision` (of products on CUDA, see TTEmbeddingBagConfig); data-parallel TT
     tables take no optimizer: they are ordinary parameters. A table's `cache`, or `cache_params` of
     its plan, is a row cache on each of its ranks; the `cache_` keys are for regular tables. Where a
     collection has TT tables, `output_dtype` must be FP32 and a key that no kernel knows is refused.

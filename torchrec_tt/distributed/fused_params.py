@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
@@ -26,9 +26,10 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_tt.distributed.fused_optimizer import check_optimizer_params
 from torchrec_tt.modules.embedding_modules import TTCollection
-from torchrec_tt.ops.lookup import CheckMode
+from torchrec_tt.ops.lookup import CheckMode, Precision
 
 _CHECK_MODES: dict[str, CheckMode] = {"FATAL": "fatal", "WARNING": "warning", "IGNORE": "ignore"}
+PRECISION = "precision"  # of TT tables' products on CUDA; no kernel of regular tables reads it
 _TORCHREC_NAMES = (  # read by TorchRec under no constant of its own; the last three since 1.9
     "_batch_key",
     "embedding_cache_mode",
@@ -52,6 +53,7 @@ def check_fused_params(fused_params: Mapping[str, Any] | None) -> None:
             )
     check_optimizer_params(fused_params)
     check_mode_of(fused_params)
+    _check_precision(fused_params.get(PRECISION))
     check_output_dtype(fused_params.get("output_dtype", DataType.FP32))
 
 
@@ -97,6 +99,32 @@ def check_mode_of(fused_params: Mapping[str, Any]) -> CheckMode:
     return _CHECK_MODES[name]
 
 
+def precision_of(
+    own: Precision | None, fused_params: Mapping[str, Any], *, table: str
+) -> Precision | None:
+    """Returns a table's precision: its `own`, from its config, or that of `fused_params`.
+
+    Raises:
+        ValueError: for an unknown one, or two that differ.
+    """
+    given = fused_params.get(PRECISION)
+    _check_precision(given)
+    if None not in (own, given) and own != given:
+        raise ValueError(
+            f"precision must be the same in fused_params and in the table's config, got {given!r} "
+            f"and {own!r} for table {table!r}"
+        )
+    return own or given
+
+
+def _check_precision(precision: object) -> None:
+    if precision not in (None, *get_args(Precision)):
+        raise ValueError(
+            f"fused_params['precision'] must be None or one of {get_args(Precision)}, "
+            f"got {precision!r}"
+        )
+
+
 def check_output_dtype(output_dtype: object, *, table: str | None = None) -> None:
     """Raises ValueError unless `output_dtype` is FP32.
 
@@ -127,4 +155,4 @@ def _known_names() -> tuple[str, ...]:
     names |= {field.name for field in dataclasses.fields(KeyValueParams)}
     names |= {v for k, v in vars(torchrec_fused_params).items() if k.startswith("FUSED_PARAM_")}
     names |= {v for k, v in vars(batched_embedding_kernel).items() if k.endswith("_STR")}
-    return tuple(sorted({*names, *_TORCHREC_NAMES} - {"self"}))
+    return tuple(sorted({*names, *_TORCHREC_NAMES, PRECISION} - {"self"}))

@@ -30,9 +30,11 @@ from torchrec_tt.distributed.fused_optimizer import (
     owned_part,
 )
 from torchrec_tt.distributed.fused_params import (
+    PRECISION,
     check_fused_params,
     check_mode_of,
     check_regular_optimizers,
+    precision_of,
 )
 from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.row_cache_state import (
@@ -303,13 +305,17 @@ def tell_tables(
     infos_by_type: Mapping[str, Sequence[EmbeddingShardingInfo]],
     configs: Sequence[BaseEmbeddingConfig],
 ) -> None:
-    """Notes each TT table's shape and row cache in its sharding info, and checks its kernel's."""
+    """Notes what each TT table's kernel needs in its sharding info, and checks it."""
     tables = {config.name: config for config in tt_configs(configs)}
     for sharding_type, infos in infos_by_type.items():
         for info in infos:
             config = tables.get(info.embedding_config.name)
             if config is None:
+                info.fused_params = {
+                    k: v for k, v in (info.fused_params or {}).items() if k != PRECISION
+                }
                 continue
+            precision = precision_of(config.precision, info.fused_params, table=config.name)
             info.param._tt_shape = config.tt_shape
             info.param._row_cache = row_cache_config(config, info.param_sharding.cache_params)
             # TorchRec groups tables by them, so they must hash; caches make no other group.
@@ -317,7 +323,7 @@ def tell_tables(
                 k: tuple(v) if isinstance(v, list) else v
                 for k, v in info.fused_params.items()
                 if not k.startswith("cache_")
-            }
+            } | {PRECISION: precision}
             check_mode_of(info.fused_params)
             if sharding_type != ShardingType.DATA_PARALLEL.value:
                 core_optimizer_config(info.fused_params)

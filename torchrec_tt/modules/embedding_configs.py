@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import (
 )
 
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.ops.lookup import Precision
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.init import TTInit
 from torchrec_tt.tt.shape import TTShape
@@ -48,6 +49,8 @@ class TTTableConfig(BaseEmbeddingConfig):
         tt_init: distribution the cores are drawn from.
         row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
             `row_factors` are given.
+        precision: of products on CUDA: "highest", "high" (TF32) or "medium" (BF16); None follows
+            `torch.set_float32_matmul_precision`. The CPU computes in float32 whatever it says.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
 
     Raises:
@@ -60,6 +63,7 @@ class TTTableConfig(BaseEmbeddingConfig):
     col_factors: Sequence[int] | None = None
     tt_init: TTInit = "sampled_gaussian"
     row_strategy: RowStrategy = "balanced"
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         # BaseEmbeddingConfig.__post_init__ only sets init_fn, which a TT table has not.
@@ -91,6 +95,11 @@ class TTTableConfig(BaseEmbeddingConfig):
                 f"tt_init must be one of {get_args(TTInit)}, "
                 f"got {self.tt_init!r} for table {self.name!r}"
             )
+        if self.precision not in (None, *get_args(Precision)):
+            raise ValueError(
+                f"precision must be None or one of {get_args(Precision)}, "
+                f"got {self.precision!r} for table {self.name!r}"
+            )
         self._tt_shape = make_shape(
             self.num_embeddings,
             self.embedding_dim,
@@ -120,6 +129,8 @@ class TTEmbeddingBagConfig(TTTableConfig, EmbeddingBagConfig):
         tt_init: distribution the cores are drawn from.
         row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
             `row_factors` are given.
+        precision: of products on CUDA: "highest", "high" (TF32) or "medium" (BF16); None follows
+            `torch.set_float32_matmul_precision`. The CPU computes in float32 whatever it says.
         data_type: of the cores: FP32, BF16 or FP16. Sums, optimizer state and output are float32.
         cache: which rows are kept uncompressed, on every rank of the table; None: none.
 
@@ -165,6 +176,8 @@ class TTEmbeddingConfig(TTTableConfig, EmbeddingConfig):
         tt_init: distribution the cores are drawn from.
         row_strategy: "balanced" or "fast" row factors (see `factorize_rows`); leave it out where
             `row_factors` are given.
+        precision: of products on CUDA: "highest", "high" (TF32) or "medium" (BF16); None follows
+            `torch.set_float32_matmul_precision`. The CPU computes in float32 whatever it says.
 
     The other arguments are those of EmbeddingConfig. `init_fn` and the `weight_init` limits
     describe stored rows and are refused: `tt_init` takes their place.

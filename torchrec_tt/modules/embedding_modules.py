@@ -408,4 +408,5 @@ def _table_arguments(table: BaseEmbeddingConfig, *, device: torch.device) -> dic
         "col_factors": table.tt_shape.col_factors,
         "device": device,
         "dtype": table.core_dtype,
+        "precision": table.precision,
     }
