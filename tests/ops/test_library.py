@@ -1,4 +1,6 @@
+import importlib
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -6,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import torchrec_tt.ops
 from torchrec_tt.ops import library
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,3 +91,28 @@ def test_loading_leaves_denormal_numbers_alone():
     library.load()
     tiny = torch.tensor([1e-40])
     assert (tiny * 0.5).item() > 0
+
+
+HOST_ONLY = {"advise_huge_pages", "place_rows"}  # they take no tensor of a device
+
+
+def test_every_operator_has_cpu_cuda_and_fake_registrations():
+    """A build without CUDA has the CUDA key as well, to refuse; the glue's own names are read."""
+    for module in pkgutil.iter_modules(torchrec_tt.ops.__path__):
+        importlib.import_module(f"torchrec_tt.ops.{module.name}")
+    library.load()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = {
+        name.removeprefix("torchrec_tt::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("torchrec_tt::") and not has(name, "CompositeExplicitAutograd")
+    }
+    glue = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cpp"))
+    assert names >= {"plan", "embedding_bag_forward", *HOST_ONLY}
+    for name in names:
+        assert has(f"torchrec_tt::{name}", "CPU"), name
+        entry = torch._library.simple_registry.singleton.find(f"torchrec_tt::{name}")
+        assert entry.fake_impl.kernel is not None, name
+        if name not in HOST_ONLY:
+            assert has(f"torchrec_tt::{name}", "CUDA"), name
+            assert f'm.impl("{name}"' in glue, name
