@@ -110,6 +110,7 @@ def with_settings_of_both(rank: int) -> tuple[list[str], dict[str, Any]]:
     return messages, {name: getattr(config, name) for name in names}
 
 
+# U40
 @pytest.mark.slow
 def test_what_is_applied_to_cores_precedes_fused_params_and_a_conflict_warns_once(
     two_ranks: Ranks,

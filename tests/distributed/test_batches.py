@@ -175,6 +175,7 @@ FORMS = [
 ]
 
 
+# U24: the form "variable".
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_every_form_train_as_the_unsharded(two_ranks: Ranks, form: str) -> None:
     two_ranks.run(train_all, form, TWO_RANKS)

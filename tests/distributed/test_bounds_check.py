@@ -120,6 +120,7 @@ def messages_of_lengths(rank: int, kind: str) -> list[str]:
     return messages
 
 
+# U84
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
 def test_lengths_that_cannot_be_are_refused_before_they_are_cut(one_rank: Ranks, kind: str) -> None:

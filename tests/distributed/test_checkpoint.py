@@ -117,6 +117,7 @@ def move_between_all(rank: int, folder: str) -> int:
     return len(pairs)
 
 
+# U42, and U45: by `dcp` alone.
 def test_dcp_moves_model_and_optimizer_between_all_plans_and_world_sizes(
     two_nodes: Ranks, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def assert_steps_are_gradients(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
+# U15: `make test-versions` runs it on other versions of TorchRec.
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("types", itertools.product([TW, RW, DP], repeat=2))
 def test_sharded_training_equals_unsharded(
@@ -119,6 +120,7 @@ def test_weighted_training_equals_unsharded(two_ranks: Ranks, types: tuple[str, 
 MEANS = ["t0 t1 r0 r1", "t0 r0", "r0", "t1 r1"]  # f0 is read by t0 and r0
 
 
+# U17
 @pytest.mark.parametrize("means", MEANS)
 def test_mean_pooling_equals_unsharded_in_any_mix(two_ranks: Ranks, means: str) -> None:
     for kinds in [
@@ -237,6 +239,7 @@ def gradient_by_sgd(rank: int, kind: str, divides: bool) -> Tensor:
     return source.state_dict()[key] - full_state(model.state_dict())[key]
 
 
+# U18
 @pytest.mark.parametrize("divides", [True, False])
 def test_core_gradients_are_the_mean_over_ranks_or_their_sum_as_torchrec_is_set(
     two_ranks: Ranks, divides: bool
@@ -360,6 +363,7 @@ def test_a_bounds_check_mode_without_a_check_is_refused(one_rank: Ranks) -> None
     assert "bounds_check_mode must be one of ['FATAL', 'WARNING', 'IGNORE']" in message
 
 
+# U83: as for 2 and 4 ranks, over gloo.
 def test_three_ranks_train_as_the_unsharded() -> None:
     ranks = Ranks(3)
     try:

@@ -71,6 +71,7 @@ def test_gradients_are_clipped_where_asked_and_at_one_by_default() -> None:
 SUPPORTED = ("SGD", "EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM")
 
 
+# U39
 @pytest.mark.parametrize("optimizer", [o for o in EmbOptimType if o.name not in SUPPORTED])
 def test_every_other_optimizer_of_fbgemm_raises_with_the_list_of_ours(
     optimizer: EmbOptimType,

@@ -4,7 +4,9 @@ TorchRec's prefetching and fused pipelines want CUDA streams. Their subclasses h
 steps in the same order without streams, so that the CPU can run them.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
+    StagedTrainPipeline,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
 from torchrec.distributed.train_pipeline.runtime_forwards import InSyncEmbeddingPipelinedForward
 from torchrec.distributed.train_pipeline.train_pipelines import (
     TorchCompileConfig,
@@ -79,6 +83,61 @@ class FusedOnCpu(TrainPipelineFusedSparseDist):
             context.embedding_a2a_requests[name] = module.compute_and_output_dist(
                 context.module_contexts[name], features
             )
+
+
+class DataDistOnCpu(SparseDataDistUtil):
+    """Distributes a batch and, if `ahead` is a stage's name, does that for it too."""
+
+    def __init__(self, model: Any, ahead: str | None) -> None:
+        stream = SimpleNamespace(device=CPU)
+        super().__init__(model, stream, **({f"{ahead}_stream": stream} if ahead else {}))
+        self.data_dist_stream = None
+        if ahead == "embedding_lookup":
+            self._pipelined_forward = InSyncForwardOnCpu
+
+    def prefetch(self, batch: Any) -> Any:
+        PrefetchOnCpu._prefetch(self, self._prefetch_context())
+        return batch
+
+    def start_embedding_lookup(self, batch: Any) -> Any:
+        FusedOnCpu.start_embedding_lookup(self, batch, self._embedding_lookup_context())
+        return batch
+
+
+class StagedOnCpu(StagedTrainPipeline):
+    """With the step that it leaves to its user."""
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, ahead: Any = None) -> None:
+        self._data_dist, self._optimizer = DataDistOnCpu(model, ahead), optimizer
+        stream, data_dist = SimpleNamespace(device=device), self._data_dist
+        runnables = [lambda batch: batch.to(device), data_dist.start_sparse_data_dist]
+        if ahead:
+            names = {"prefetch": "prefetch", "embedding_lookup": "start_embedding_lookup"}
+            runnables.append(getattr(data_dist, names[ahead]))
+        stages = [PipelineStage(r.__name__, r, stream) for r in runnables]
+        stages[1].fill_callback = data_dist.wait_sdd_fill_callback
+        super().__init__(stages, compute_stream=stream)
+
+    @property
+    def _pipelined_modules(self) -> list[Any]:
+        return self._data_dist._pipelined_modules
+
+    def _run_with_event(self, runnable: Any, event: None, inputs: Any, stream: Any) -> Any:
+        return runnable(inputs), None
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Tensor:
+        batch = super().progress(dataloader_iter)
+        if batch is None:
+            raise StopIteration
+        self._optimizer.zero_grad()
+        loss, output = self._data_dist.model(batch)
+        loss.backward()
+        self._optimizer.step()
+        return output
+
+
+StagedPrefetchOnCpu = functools.partial(StagedOnCpu, ahead="prefetch")
+StagedLookupOnCpu = functools.partial(StagedOnCpu, ahead="embedding_lookup")
 
 
 class SemiSyncOnCpu(TrainPipelineSemiSync):
@@ -153,6 +212,7 @@ def train_with_and_without(
     return len(getattr(pipeline, "_pipelined_modules", []))
 
 
+# U49
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline_type", "types", "num_pipelined"),
@@ -165,6 +225,8 @@ def train_with_and_without(
         pytest.param(PrefetchOnCpu, {"t0": TW, "t1": RW}, 1, marks=needs_torchrec_1_7),
         pytest.param(PrefetchOnCpu, {"t0": RW, "t1": DP}, 1, marks=needs_torchrec_1_7),
         (FusedOnCpu, {"t0": TW, "t1": RW}, 1),
+        (StagedOnCpu, {"t0": TW, "t1": RW}, 1),
+        (StagedPrefetchOnCpu, {"t0": RW, "t1": DP}, 1),
         (compiling_pipeline, {"t0": TW, "t1": RW}, 0),
     ],
 )
@@ -185,6 +247,7 @@ def test_pipelined_training_equals_unpipelined(
         TrainPipelineSparseDist,
         pytest.param(PrefetchOnCpu, marks=needs_torchrec_1_7),
         FusedOnCpu,
+        StagedPrefetchOnCpu,
         compiling_pipeline,
     ],
 )
@@ -291,3 +354,16 @@ def test_semi_sync_training_is_refused_at_the_first_batch_on_every_rank(two_rank
         assert message.startswith("TrainPipelineSemiSync is not supported for Tensor-Train tables")
         assert message.endswith("got tables ['t0', 't1']")
     assert two_ranks.run(start_semi_sync, False) == ["started"] * 2
+
+
+def message_of_lookup_stage(rank: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        train_with_and_without(rank, StagedLookupOnCpu, {"t0": TW, "t1": RW})
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_a_stage_of_lookups_raises_in_backward_on_every_rank(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(message_of_lookup_stage):
+        assert message.startswith("cores must be those of the forward pass in its backward")
+        assert message.endswith("let every lookup's backward run before the next lookup")

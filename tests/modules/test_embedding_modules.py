@@ -182,6 +182,7 @@ def test_a_half_precision_regular_table_gives_float32_output() -> None:
     assert ebc(features()).values().dtype == torch.float32
 
 
+# U36
 @pytest.mark.parametrize("data_type", [DataType.BF16, DataType.FP16])
 def test_16_bit_cores_give_the_float32_output_of_their_values(data_type: DataType) -> None:
     configs = tables()

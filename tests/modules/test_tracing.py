@@ -78,6 +78,7 @@ def assert_same_training(model: nn.Module, expected: nn.Module, *inputs: object)
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
+# U50
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, torchrec.fx.symbolic_trace])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_a_symbolic_trace_trains_as_the_model_does(trace: Callable, is_weighted: bool) -> None:
