@@ -102,7 +102,10 @@ def main() -> None:
         print(
             f"\n{args.tables} tables, batch {args.batch_size}, cache {cached_ratio:.0%}: {counts}"
         )
-        print(f"{'stage':<12}{'MB':>8}{'GFLOP':>8}{'fp32 us':>9}{'TF32 us':>9}  bound by")
+        print(
+            f"{'stage':<12}{'MB':>8}{'GFLOP':>8}{'fp32 us':>9}{'TF32 us':>9}"
+            f"{'GB/s':>7}{'TFLOP/s':>9}  bound by"  # at the float32 time
+        )
         totals = {"fp32": 0.0, "tf32": 0.0}
         for stage, (num_bytes, mid_flops, flops) in stages(STEP_SHAPE, counts).items():
             scale = 1e6 * args.tables / args.efficiency
@@ -117,7 +120,8 @@ def main() -> None:
             )
             print(
                 f"{stage:<12}{megabytes:>8.0f}{gflop:>8.1f}{times['fp32']:>9.0f}"
-                f"{times['tf32']:>9.0f}  {bound}"
+                f"{times['tf32']:>9.0f}{1e3 * megabytes / times['fp32']:>7.0f}"
+                f"{1e3 * gflop / times['fp32']:>9.1f}  {bound}"
             )
             records.append(
                 {"cached_ratio": cached_ratio, "stage": stage, "bytes": num_bytes, **times}
