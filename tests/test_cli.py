@@ -58,6 +58,7 @@ def test_u86_doctor_says_what_is_wrong_and_what_is_supported(capsys, monkeypatch
     assert "supported: torch 2.11 to 2.15" in printed
 
 
+# U15
 @pytest.mark.parametrize(
     ("versions", "problem"),
     [

@@ -71,6 +71,7 @@ def oracle(cores, config: TTOptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(cores, **settings)
 
 
+# U38
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("eps", [None, 1e-2])
@@ -109,6 +110,21 @@ def steps(core, *, count: int, size: float, **kwargs) -> torch.Tensor:
     return core
 
 
+# U38: at gradients of 1e-9, eps of 1e-8 or 1e-10 make steps that differ by a factor of ten.
+@pytest.mark.parametrize("settings", [{}, {"eps": 1e-8}, {"eps": 1e-10}])
+@pytest.mark.parametrize(
+    ("name", "oracle_type"), [("adagrad", torch.optim.Adagrad), ("rowwise_adagrad", RowWiseAdagrad)]
+)
+def test_eps_counts_as_in_torch_and_is_torchs_by_default(name, oracle_type, settings):
+    core, expected = torch.zeros(5, 8), torch.zeros(5, 8, requires_grad=True)
+    expected.grad = torch.randn(5, 8) * 1e-9
+    config = TTOptimizerConfig(optimizer=name, learning_rate=0.1, **settings)
+    CoreOptimizer([core], config).step([core], [expected.grad])
+    oracle_type([expected], lr=0.1, **settings).step()
+    torch.testing.assert_close(core, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+# U37
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_steps_add_up_only_with_stochastic_rounding(dtype):
     core = steps(torch.ones(40, 25, dtype=dtype), count=1000, size=1e-4)
@@ -123,6 +139,7 @@ def test_small_steps_add_up_only_with_stochastic_rounding(dtype):
     assert torch.equal(nearest, torch.ones(40, 25, dtype=dtype))
 
 
+# U37
 def test_stochastic_rounding_depends_on_seed_step_and_element_alone():
     first, second = (
         steps(torch.ones(40, 25, dtype=torch.bfloat16), count=10, size=1e-3) for _ in range(2)

@@ -1,11 +1,13 @@
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 import torchrec_tt
+from torchrec_tt import doctor
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -27,6 +29,18 @@ def test_importing_the_package_imports_neither_torch_nor_torchrec():
         "assert not {'torch', 'torchrec', 'fbgemm_gpu'} & set(sys.modules), sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# U15
+def test_every_torchrec_that_is_supported_has_its_test_run():
+    first, end = re.search(
+        r'"torchrec>=1\.(\d+)[.\d]*,<1\.(\d+)"', (ROOT / "pyproject.toml").read_text()
+    ).groups()
+    others = re.search(r"^TORCHREC_VERSIONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    pinned = re.search(r"^torchrec==(\S+)", (ROOT / "requirements/cpu.txt").read_text(), re.M)[1]
+    tested = [tuple(map(int, version.split("."))) for version in (*others.split(), pinned)]
+    assert {version[:2] for version in tested} == {(1, k) for k in range(int(first), int(end))}
+    assert (min(tested), (1, int(end))) == doctor._TORCHREC
 
 
 @pytest.mark.slow

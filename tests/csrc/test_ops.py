@@ -139,6 +139,7 @@ def test_a_lower_precision_rounds_factors(precision, rtol, emulated):
     torch.testing.assert_close(rounded, exact, rtol=0, atol=rtol * float(exact.abs().max()))
 
 
+# U20
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_without_ids(name, emulated):
     call = Call(make_lookup(name))
@@ -164,6 +165,28 @@ def test_u32_wrong_offsets_touch_no_memory_that_is_not_theirs(offsets, emulated)
         call.grad, plan, call.cores, *call.tail(), True
     )
     assert not any(grad.any() for grad in grads)
+
+
+# U29: until the host hears of them, such ids read and train row 0.
+def test_ids_out_of_range_touch_no_memory_that_is_not_theirs(emulated):
+    call = Call(make_lookup("3 cores"), batch_size=3)
+    call.indices, call.weights = torch.tensor([4, 58, -1, 2**40]), None
+    call.offsets = torch.tensor([0, 1, 2, 4])
+    found = [call.plan(emulated)]
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 58\) .* got 58 at position 1"):
+        emulated.check_errors(0)
+    call.indices = torch.tensor([4, 0, 0, 0])
+    found.append(call.plan(emulated))
+    of_bad_ids, of_row_0 = (
+        [
+            emulated.embedding_bag_forward(plan, call.cores, *call.tail()),
+            *emulated.embedding_bag_backward_dense(
+                call.grad, plan, call.cores, *call.tail(), False, "highest", True
+            )[0],
+        ]
+        for plan in found
+    )
+    assert all(map(torch.equal, of_bad_ids, of_row_0))
 
 
 def test_other_offsets_than_the_plans_stay_within_the_indices(emulated):

@@ -144,6 +144,7 @@ FAULTS = [
 ]
 
 
+# U26
 @pytest.mark.parametrize("first", ["the next operator", "check_errors"])
 @pytest.mark.parametrize(("indices", "offsets", "message"), FAULTS)
 def test_u25_u32_a_fault_is_raised_later_and_once(indices, offsets, message, first, emulated):

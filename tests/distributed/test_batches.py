@@ -176,6 +176,7 @@ FORMS = [
 
 
 # U24: the form "variable".
+# U21
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_every_form_train_as_the_unsharded(two_ranks: Ranks, form: str) -> None:
     two_ranks.run(train_all, form, TWO_RANKS)
@@ -204,6 +205,7 @@ def without_places(rank: int, types: Sequence[str]) -> str:
     return str(error.value)
 
 
+# U24
 @pytest.mark.parametrize("types", TWO_RANKS)
 def test_variable_batch_sizes_without_their_places_are_refused(
     two_ranks: Ranks, types: Sequence[str]

@@ -168,6 +168,7 @@ def train_under_another_plan(rank: int, folder: str, optim_type: EmbOptimType) -
     torch.testing.assert_close(full_state(other.state_dict()), full_state(model.state_dict()))
 
 
+# U42
 @pytest.mark.parametrize(
     "optim_type",
     [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM],
@@ -276,6 +277,7 @@ def run_blocks(rank: int, blocks: list[str], folder: str) -> dict[str, Tensor]:
     return full_state(model.state_dict())
 
 
+# U45
 def test_the_code_of_the_document_runs(two_ranks: Ranks, tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -99,6 +99,7 @@ def assert_steps_are_gradients(
 
 
 # U15: `make test-versions` runs it on other versions of TorchRec.
+# U34, U83
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize("types", itertools.product([TW, RW, DP], repeat=2))
 def test_sharded_training_equals_unsharded(
@@ -135,6 +136,7 @@ def test_mean_pooling_equals_unsharded_in_any_mix(two_ranks: Ranks, means: str) 
         two_ranks.run(train_both, types, "sgd", pooling)
 
 
+# U17
 @pytest.mark.parametrize("means", MEANS[:2])
 def test_mean_pooling_on_two_nodes_equals_unsharded(two_nodes: Ranks, means: str) -> None:
     for kinds in [(TWRW, TW, GRID, RW), (RW, TWRW, DP, GRID), (TWRW, TWRW, TWRW, CW)]:
@@ -373,6 +375,7 @@ def test_three_ranks_train_as_the_unsharded() -> None:
         ranks.stop()
 
 
+# U83
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_two_nodes_train_as_the_unsharded(two_nodes: Ranks, optimizer: str) -> None:
     for kinds in [(TWRW, TWRW), (TWRW, RW), (TW, TWRW), (DP, TWRW), (RW, DP)]:

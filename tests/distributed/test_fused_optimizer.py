@@ -155,6 +155,7 @@ def optimizer_message(rank: int) -> str:
     return str(error.value)
 
 
+# U39
 @pytest.mark.slow
 def test_an_unsupported_optimizer_raises_the_same_on_every_rank(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(optimizer_message)

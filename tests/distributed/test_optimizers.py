@@ -224,6 +224,7 @@ def half_precision(rank: int, folder: str, data_type: DataType) -> None:
     assert {int(local(state["step"])) for state in states} == {3}
 
 
+# U36
 @pytest.mark.parametrize("data_type", [DataType.BF16, DataType.FP16])
 def test_16_bit_cores_and_adam_move_between_plans(
     two_nodes: Ranks, tmp_path: Path, data_type: DataType
@@ -231,6 +232,7 @@ def test_16_bit_cores_and_adam_move_between_plans(
     two_nodes.run(half_precision, str(tmp_path), data_type)
 
 
+# U38
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_ten_steps_on_a_schedule_equal_torch_optim_under_every_sharding_type(
     two_nodes: Ranks, name: str

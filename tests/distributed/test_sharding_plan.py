@@ -86,6 +86,7 @@ def test_tt_tables_are_moved_to_the_tt_kernel_and_regular_ones_are_not() -> None
     assert plan["t0"].compute_kernel != TT_COMPUTE_KERNEL  # the caller's plan stays as it was
 
 
+# U10
 @pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "grid_shard", "no_such_type"])
 def test_other_sharding_types_are_refused_by_table_and_allowed_types(kind: str) -> None:
     ebc = collection()
@@ -156,6 +157,7 @@ def test_a_data_parallel_table_with_a_row_cache_is_refused_with_the_reason() -> 
             check_plan(ebc, plan, world_size=2)
 
 
+# U36
 def test_output_dtypes_other_than_fp32_are_refused_beside_tt_tables() -> None:
     ebc = collection()
     for name in ("t0", "r0"):

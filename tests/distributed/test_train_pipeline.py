@@ -299,6 +299,7 @@ def evaluate_with_and_without(rank: int) -> None:
     assert_same_state(piped, plain)
 
 
+# U49
 @pytest.mark.slow
 def test_pipelined_evaluation_equals_unpipelined_and_leaves_the_cores(two_ranks: Ranks) -> None:
     two_ranks.run(evaluate_with_and_without)
@@ -323,6 +324,7 @@ def detach_and_attach(rank: int) -> None:
     assert_same_state(piped, plain)
 
 
+# U49
 @pytest.mark.slow
 def test_a_detached_model_evaluates_and_its_pipeline_goes_on(two_ranks: Ranks) -> None:
     two_ranks.run(detach_and_attach)

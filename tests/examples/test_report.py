@@ -8,6 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_tt import TTEmbeddingBagConfig
 
 
+# U73
 def test_quality_of_four_rows_worked_by_hand():
     quality = measure(torch.tensor([0.0, 2.0, -1.0, 1.0]), torch.tensor([0, 1, 0, 0]))
     losses = [math.log(2), math.log1p(math.exp(-2)), math.log1p(math.exp(-1)), math.log1p(math.e)]

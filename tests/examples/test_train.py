@@ -144,6 +144,7 @@ def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):  # U65
     assert run.returncode != 0
     (text,) = errors(run)
     assert text.startswith("train.py: error: loss must be finite, got nan by step 10 of epoch 0")
+    assert text.endswith("try a smaller --learning_rate than 1e+30")
     assert not (tmp_path / "metrics.json").exists()
 
 

@@ -52,6 +52,20 @@ def test_a_two_dimensional_input_is_bags_of_one_size():
     )
 
 
+# U59
+def test_a_two_dimensional_input_may_be_a_view():
+    bag = make_bag(mode="sum")
+    ids = IDS[:6].view(2, 3).T
+    weights = torch.rand(2, 1, dtype=torch.float64).T.expand(3, 2)
+    output = bag(ids, per_sample_weights=weights)
+    copied = bag(ids.contiguous(), per_sample_weights=weights.contiguous())
+    assert torch.equal(output, copied)
+    torch.testing.assert_close(
+        output,
+        dense_twin(bag, mode="sum")(ids.contiguous(), per_sample_weights=weights.contiguous()),
+    )
+
+
 def test_weights_with_padding_equal_nn_embedding_bag():
     bag = make_bag(mode="sum", padding_idx=2)
     weights = torch.rand(7, dtype=torch.float64)
@@ -78,6 +92,7 @@ DENSE_OPTIMIZERS = [
 ]
 
 
+# U63
 @pytest.mark.parametrize("kind", DENSE_OPTIMIZERS)
 def test_every_dense_optimizer_of_torch_trains_it(kind):
     bag = make_bag(mode="sum")
@@ -147,6 +162,7 @@ def test_what_nn_embedding_bag_has_and_cores_cannot_do_is_refused():
         make_bag(mode="mean")(IDS, OFFSETS, torch.ones(7, dtype=torch.float64))
 
 
+# U32
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -205,6 +221,7 @@ def test_it_exports():
     torch.testing.assert_close(exported.module()(IDS, OFFSETS), bag(IDS, OFFSETS))
 
 
+# U36
 def test_half_cores_give_float32_outputs_unless_another_dtype_is_asked_for():
     bag = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], dtype=torch.bfloat16, output_dtype=torch.float16)
     plain = TTEmbeddingBag(50, 8, tt_ranks=[4, 4], dtype=torch.bfloat16)

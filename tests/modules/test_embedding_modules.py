@@ -85,6 +85,7 @@ def with_dense_tables(ebc: TTEmbeddingBagCollection) -> EmbeddingBagCollection:
     return result
 
 
+# U34
 @pytest.mark.parametrize(
     ("pooling", "is_weighted"),
     [(PoolingType.SUM, False), (PoolingType.MEAN, False), (PoolingType.SUM, True)],
@@ -240,6 +241,7 @@ def variable_features(inverse: Tensor | None, *, is_weighted: bool = False) -> K
     )
 
 
+# U24
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_variable_batch_sizes_pool_as_in_torchrecs_collection(is_weighted: bool) -> None:
     inverse = torch.tensor([[0, 1, 1, 0], [2, 0, 1, 1], [0, 0, 0, 0]])

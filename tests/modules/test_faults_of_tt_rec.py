@@ -152,6 +152,7 @@ def test_7_gradients_that_are_views_give_what_their_copies_give():
         assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
 
 
+# U59
 @pytest.mark.parametrize("optimizer", IN_BACKWARD)
 def test_7_steps_on_gradients_that_are_views_are_those_on_their_copies(optimizer):
     for cotangent in (torch.randn(8, 8).T, torch.randn(1, 8).expand(8, 8)):

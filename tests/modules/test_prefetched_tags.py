@@ -29,6 +29,7 @@ def offsets_of(ids: Tensor) -> Tensor:
     return torch.arange(len(ids) + 1)
 
 
+# U52
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_batches_prefetched_ahead_train_as_without_bit_for_bit(depth, plans):
     plain, piped = (make_module(first_refresh=3, refresh_growth=1) for _ in range(2))

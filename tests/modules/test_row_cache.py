@@ -119,6 +119,7 @@ def test_u35_features_of_one_table_count_a_row_once():
     counts = cache_of(module).statistics_dict()
     assert (counts["unique_misses"], counts["misses"], counts["hits"]) == (4, 46, 92)
     assert counts["fills"] == 4
+    assert counts["bytes"] == cache_of(make_module(8)).num_bytes  # as for a table of one feature
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])

@@ -195,6 +195,7 @@ def test_a_compiled_model_trains_as_the_eager_one_with_any_batch_size() -> None:
         assert_same_training(compiled, model, batch(size))
 
 
+# U48
 @pytest.mark.slow
 def test_an_exported_model_takes_other_batch_sizes() -> None:
     model = OfTensors(Model())

@@ -10,6 +10,7 @@ import torch
 from tests.gpu_check import CHECKS, ROOT
 
 
+# U54
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", [name for name in CHECKS if name != "dmp"])
 def test_on_a_gpu(check):

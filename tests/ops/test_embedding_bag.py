@@ -390,6 +390,7 @@ def test_one_bag_of_a_million_ids(num_distinct):
     torch.testing.assert_close(grads, torch.autograd.grad(expected, cores, cotangent))
 
 
+# U37
 @pytest.mark.parametrize("name", ["2 cores, wide", "3 cores", "4 cores"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -29,6 +29,7 @@ def test_u25_u26_u29_ids_outside_the_table_raise(bad_id):
         plan(torch.tensor([0, bad_id]), torch.tensor([0, 2]), lookup=lookup)
 
 
+# U29
 @pytest.mark.filterwarnings("ignore:indices must be in")
 @pytest.mark.parametrize("mode", ["warning", "ignore"])
 @pytest.mark.parametrize("bad_id", [58, -1, -2])

@@ -41,6 +41,7 @@ def test_core_bytes_are_those_of_tensors() -> None:
     assert core_bytes(LARGE) == sum(core.nbytes for core in cores)
 
 
+# U04
 @pytest.mark.parametrize(
     ("optimizer", "num_bytes"),
     [

@@ -65,6 +65,7 @@ def test_mean_tables_have_the_options_of_sum_tables() -> None:
         assert found == option_kinds(pooling=PoolingType.SUM, device=device)
 
 
+# U10
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [

@@ -351,6 +351,7 @@ def local_bytes(state: Any) -> int:
     return state.nbytes if shards is None else sum(s.tensor.nbytes for s in shards)
 
 
+# U03
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_storage_is_what_is_there_after_sharding(optimizer: str, two_ranks: Ranks) -> None:

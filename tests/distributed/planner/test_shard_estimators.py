@@ -176,6 +176,10 @@ def test_u04_adagrad_adds_the_bytes_of_the_cores_where_backward_steps() -> None:
         more = zip(ddr(adagrad["big", kind]), ddr(sgd["big", kind]), strict=True)
         assert all(a - b == CORE_BYTES for a, b in more)
     assert ddr(adagrad["big", DP]) == ddr(sgd["big", DP])  # the user's optimizer is not known
+    row_wise = options(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    for kind in (TW, RW):
+        more = zip(ddr(row_wise["big", kind]), ddr(sgd["big", kind]), strict=True)
+        assert all(a - b == (200 + 220 + 250) * 4 for a, b in more)  # a number a slice
 
 
 def storages(*, module: nn.Module | None = None, **kwargs: Any) -> dict[str, TTStorage]:
@@ -221,6 +225,7 @@ def test_an_optimizer_that_cores_cannot_have_raises_when_planning() -> None:
         options(EmbOptimType.LAMB)
 
 
+# U04
 def test_an_optimizer_that_steps_every_slice_adds_dense_gradients() -> None:
     sgd, adam = options(), options(EmbOptimType.ADAM)
     assert ddr(adam["big", TW])[0] - ddr(sgd["big", TW])[0] == 3 * CORE_BYTES  # 2 moments
