@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks) sum_long_rows(Call call
 
 void launch_row_gradients(const Call& call, const Device& device, const Bags& bags,
                           const RowGradients& g, cudaStream_t stream) {
-  const int64_t pieces = (call.plan.num_indices + kPiece - 1) / kPiece;
+  const int64_t n = call.plan.num_indices, pieces = (n + kPiece - 1) / kPiece;
+  check_cuda(cudaMemsetAsync(g.grad_at, 0, n * sizeof(int64_t), stream));  // of other offsets' indices
   TT_LAUNCH(place_bags, blocks_for(device, bags.num_bags / (kThreads / kLanesOfBag) + 1), kThreads, 0,
             stream, bags, g);
   TT_LAUNCH(sum_pieces, blocks_for(device, (pieces + kWarps - 1) / kWarps), kThreads, 0, stream, call,

@@ -198,6 +198,13 @@ def test_other_offsets_than_the_plans_stay_within_the_indices(emulated):
         call.offsets = torch.tensor(offsets)
         output = emulated.embedding_bag_forward(plan, call.cores, *call.tail())
         assert output.isfinite().all()
+        del output
+        used_before = [torch.full((2**k,), 2**40) for k in range(4, 20) for _ in range(4)]
+        del used_before  # so that new memory is not all zeros
+        gradients = emulated.embedding_bag_backward_dense(
+            call.grad, plan, call.cores, *call.tail(), True, "highest", False
+        )
+        assert all(gradient.isfinite().all() for gradient in gradients[0])
 
 
 def core_of(shape=(3, 6), dtype=torch.float32, device="cpu"):
