@@ -2,10 +2,11 @@
 
 It needs torch and the library built with its CUDA operators, nothing else; what more is installed
 (compute-sanitizer, TorchRec, FBGEMM) is used. Every check runs in a process of its own, within its
-own time; the report is a JSON file, written after each. Without a GPU it says so and exits with 2,
-and with 1 if a check failed.
+own time and what is left of `--seconds`, in order of worth; the report is a JSON file, written
+after each. Without a GPU it says so and exits with 2, and with 1 if a check failed.
 
     python tests/gpu_check.py --json runs/gpu_check.json
+    python tests/gpu_check.py --quick  # without sanitizers, NCCL and the larger benchmark
 """
 
 import argparse
@@ -296,11 +297,11 @@ CHECKS = {
         plans,
         steps,
         caches,
+        faults,
         determinism,
         no_waiting,
         streams,
         graph,
-        faults,
         dmp,
     )
 }
@@ -313,47 +314,50 @@ def run(command: list[str], *, timeout: float) -> dict:
         result = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
         )
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "said": f"took more than {timeout:.0f} s", "seconds": timeout}
+    except subprocess.TimeoutExpired as late:
+        said = b"".join(filter(None, (late.stdout, late.stderr))).decode(errors="replace")[-3000:]
+        return {"ok": False, "said": f"took more than {timeout:.0f} s\n{said}", "seconds": timeout}
     said = (result.stdout if result.returncode == 0 else result.stdout + result.stderr)[-3000:]
     seconds = round(time.monotonic() - begin, 1)
     return {"ok": result.returncode == 0, "said": said.strip(), "seconds": seconds}
 
 
-def commands(folder: pathlib.Path) -> dict[str, tuple[list[str], float]]:
-    """Every check as a command, and its seconds at most; together below 10 minutes."""
+def commands(folder: pathlib.Path, *, is_quick: bool) -> dict[str, tuple[list[str], float]]:
+    """Every check as a command, and its seconds at most."""
     own = [sys.executable, str(pathlib.Path(__file__).resolve()), "--only"]
-    has_torchrec = subprocess.run(
-        [sys.executable, "-c", "import torchrec"], capture_output=True, check=False
+    chosen = {name: ([*own, name], 45.0) for name in CHECKS if name != "dmp"}
+    methods = ["tt", "bmm", "embedding_bag", *(["tbe"] if can_import("fbgemm_gpu") else [])]
+    chosen["benchmark"] = (
+        [
+            *(sys.executable, BENCHMARK, "--device", "cuda", "--methods", ",".join(methods)),
+            *("--bags", "16384x1" if is_quick else "16384x1,65536x1"),
+            *("--json", str(folder / "embedding_bag.json")),
+        ],
+        120,
     )
-    chosen = {name: ([*own, name], 45.0) for name in CHECKS}
-    if has_torchrec.returncode:
-        del chosen["dmp"]
+    if is_quick:
+        return chosen
+    if can_import("torchrec"):
+        chosen["dmp"] = ([*own, "dmp"], 60)
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer:
         for tool in ("memcheck", "racecheck"):
             chosen[tool] = ([sanitizer, "--tool", tool, "--error-exitcode", "1", *own, "steps"], 60)
-    methods = "tt,bmm,embedding_bag"
-    try:
-        import fbgemm_gpu  # noqa: F401
-
-        methods += ",tbe"
-    except ImportError:
-        pass
-    chosen["benchmark"] = (
-        [
-            *(sys.executable, BENCHMARK, "--device", "cuda", "--methods", methods),
-            *("--bags", "16384x1,65536x1", "--json", str(folder / "embedding_bag.json")),
-        ],
-        120,
-    )
     return chosen
+
+
+def can_import(module: str) -> bool:
+    """Whether another process can import it: this one stays as it is."""
+    command = [sys.executable, "-c", f"import {module}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", default="runs/gpu_check.json", help="where the report goes")
     parser.add_argument("--only", choices=CHECKS, help="one check, in this process")
+    parser.add_argument("--quick", action="store_true", help="without sanitizers and NCCL")
+    parser.add_argument("--seconds", type=float, default=570, help="for all checks together")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu-check needs a GPU and a CUDA build of torch, and found none: nothing was run")
@@ -373,8 +377,14 @@ def main() -> int:
         "architectures": cuda_architectures(),
         "checks": {},
     }
-    for name, (command, seconds) in commands(path.parent.resolve()).items():
-        result = report["checks"][name] = run(command, timeout=seconds)
+    end = time.monotonic() + args.seconds
+    for name, (command, seconds) in commands(path.parent.resolve(), is_quick=args.quick).items():
+        left = end - time.monotonic()
+        if left < 5:
+            result = {"ok": False, "said": "not run: no time was left", "seconds": 0}
+        else:
+            result = run(command, timeout=min(seconds, left))
+        report["checks"][name] = result
         print(f"{name:<12} {'ok' if result['ok'] else 'FAILED':<7} {result['seconds']:>6} s")
         print("    " + result["said"].replace("\n", "\n    "), flush=True)
         path.write_text(json.dumps(report, indent=2))
