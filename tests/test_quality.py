@@ -31,14 +31,28 @@ def test_a_table_of_these_ranks_loses_nothing() -> None:
 def test_the_error_is_the_root_of_what_every_unfolding_leaves_out() -> None:
     torch.manual_seed(0)
     weight = torch.randn(58, 8, dtype=torch.float64)
-    small = shape(2, 3, num_embeddings=58)
+    small = shape(4, 5, num_embeddings=58)
     padded = torch.cat([weight, torch.zeros(2, 8, dtype=torch.float64)])
     digits = padded.reshape(3, 4, 5, 2, 2, 2).permute(0, 3, 1, 4, 2, 5)
     lost = 0.0
-    for rows, rank in ((6, 2), (48, 3)):
+    for rows, rank in ((6, 4), (48, 5)):
         singular = torch.linalg.svdvals(digits.reshape(rows, -1))
         lost += float(singular[rank:].square().sum())
     assert svd_error(weight, small) == pytest.approx(math.sqrt(lost) / float(weight.norm()))
+
+
+def test_no_bound_is_worse_than_the_table_of_zeros() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, dtype=torch.float64)
+    small = TTShape(
+        num_embeddings=64,
+        embedding_dim=64,
+        row_factors=(4, 4, 4),
+        col_factors=(4, 4, 4),
+        tt_ranks=(1, 1),
+    )
+    assert svd_error(weight, small) == 1.0  # what two unfoldings leave out is more
+    assert svd_error(torch.zeros_like(weight), small) == 0.0
 
 
 def test_a_weight_of_another_size_is_refused() -> None:

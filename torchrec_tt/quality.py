@@ -19,7 +19,8 @@ def svd_error(weight: Tensor, shape: TTShape) -> float:  # weight [num_embedding
 
     The squared singular values that rank `r_k` leaves out of the k-th unfolding, summed over the
     unfoldings: TT-SVD's error is at most the root of the sum, and no TT of these ranks does better
-    than the root of its largest term. Rows that pad the factors are 0.
+    than the root of its largest term. The sum counts twice what two unfoldings leave out, and may
+    pass 1; a TT of 0 loses just 1, so the bound is 1 at most. Rows that pad the factors are 0.
 
     Args:
         weight: the trained rows.
@@ -54,7 +55,7 @@ def svd_error(weight: Tensor, shape: TTShape) -> float:  # weight [num_embedding
             unfolding = unfolding.T
         squares = torch.linalg.eigvalsh(unfolding @ unfolding.T).clamp(min=0)  # rising
         lost += float(squares[: max(0, len(squares) - rank)].sum())
-    return math.sqrt(lost / max(float(padded.square().sum()), 1e-300))
+    return min(1.0, math.sqrt(lost / max(float(padded.square().sum()), 1e-300)))
 
 
 def prior_error(

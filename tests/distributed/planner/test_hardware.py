@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,20 @@ def test_unknown_or_other_hardware_is_refused(hardware: str, message: str) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flops_per_ms": 0.0}, "flops_per_ms must be positive, got 0.0"),
-        ({"memory_bytes": -1}, "memory_bytes must be positive, got -1"),
-        ({"table_ms": -1.0}, "table_ms must not be negative, got -1.0"),
+        ({"flops_per_ms": 0.0}, "flops_per_ms must be positive, .* got 0.0"),
+        (
+            {"row_bytes_per_ms": 1e30},
+            r"row_bytes_per_ms must be positive, in \[1, 10\^15\], got 1e",
+        ),
+        (
+            {"row_bytes_per_ms": 1e-9},
+            r"row_bytes_per_ms must be positive, in \[1, 10\^15\], got 1e",
+        ),
+        ({"all_reduce_bytes_per_ms": math.inf}, "all_reduce_bytes_per_ms must be .* got inf"),
+        ({"pool_bytes_per_ms": math.nan}, "pool_bytes_per_ms must be .* got nan"),
+        ({"step_ms": 1e30}, r"step_ms must not be negative, in \[0, 10\^6\], got 1e\+30"),
+        ({"memory_bytes": -1}, "memory_bytes must be positive, .* got -1"),
+        ({"table_ms": -1.0}, "table_ms must not be negative, .* got -1.0"),
         ({"sharding_ms": {"row_wise": -2.0}}, "sharding_ms.row_wise must not be negative"),
     ],
 )

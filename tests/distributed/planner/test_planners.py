@@ -225,6 +225,7 @@ def test_u06_an_error_names_the_table_its_bytes_the_cap_and_a_rank_that_fits() -
         planner(ddr_cap=1024 * MIB).plan(model, [EmbeddingBagCollectionSharder()])
     assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
     message = str(error.value)
+    assert "\n" not in message
     assert "table 'huge' needs at least 512," in message  # 10^9 x 128 x 4 bytes and its IO
     assert f"a rank has {1024 * MIB:,}" in message
     assert "as a TT table of rank 256 it would need" in message
@@ -241,6 +242,25 @@ def test_a_tt_table_that_does_not_fit_is_told_a_lower_rank() -> None:
     fitting = dataclasses.replace(tt, tt_ranks=[rank, rank])
     model = nn.Sequential(TTEmbeddingBagCollection([fitting], device="meta"))
     planner(ddr_cap=8 * MIB).plan(model, [TTEmbeddingBagCollectionSharder()])
+
+
+def test_a_row_cache_that_does_not_fit_is_told_a_smaller_one() -> None:
+    tt = TTEmbeddingBagConfig(
+        name="big",
+        num_embeddings=10**6,
+        embedding_dim=64,
+        feature_names=["f"],
+        tt_ranks=[16, 16],
+        cache=RowCacheConfig(load_factor=0.9),
+    )
+    model = nn.Sequential(TTEmbeddingBagCollection([tt], device="meta"))
+    with pytest.raises(PlannerError, match="its row cache takes") as error:
+        planner(ddr_cap=64 * MIB).plan(model, [TTEmbeddingBagCollectionSharder()])
+    load_factor = float(re.search(r"load_factor ([\d.e-]+)", str(error.value)).group(1))
+    assert load_factor >= 0.05
+    fitting = dataclasses.replace(tt, cache=RowCacheConfig(load_factor=load_factor))
+    model = nn.Sequential(TTEmbeddingBagCollection([fitting], device="meta"))
+    planner(ddr_cap=64 * MIB).plan(model, [TTEmbeddingBagCollectionSharder()])
 
 
 def test_tables_that_fit_one_by_one_but_not_together_are_added_up() -> None:

@@ -1,24 +1,35 @@
 """Says of a model that does not fit which table is too large, and what would fit."""
 
+import copy
+import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import CacheParams
 
 from torchrec_tt.distributed.planner.lookups import tt_shape_of
+from torchrec_tt.distributed.planner.row_cache import row_cache_of
+from torchrec_tt.distributed.planner.shard_estimators import TTStorage
 from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.shape import TTShape
 
 _RANKS = (256, 128, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+_LOAD_FACTORS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0001)
+
+TableBytes = Callable[[ShardingOption], TTStorage]
 
 
-def explain_failure(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """Returns which table does not fit a rank of `topology`, or that all together do not.
+def explain_failure(
+    options: Sequence[ShardingOption], topology: Topology, *, table_bytes: TableBytes
+) -> str:
+    """Returns in one line which table does not fit a rank of `topology`, or that all do not.
 
     Args:
         options: every option of every table, with storage.
         topology: the devices, less what is reserved.
+        table_bytes: of a TT option, on a rank.
     """
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     cap = min(getattr(device.storage, memory) for device in topology.devices)
@@ -28,48 +39,86 @@ def explain_failure(options: Sequence[ShardingOption], topology: Topology) -> st
         need = max(getattr(shard.storage, memory) for shard in option.shards)
         if option.fqn not in smallest or need < smallest[option.fqn][0]:
             smallest[option.fqn] = (need, option)
-    too_large = {fqn: need for fqn, need in smallest.items() if need[0] > cap}
-    lines = []
-    for need, option in sorted(too_large.values(), key=lambda entry: -entry[0])[:5]:
-        lines.append(
+    too_large = sorted((entry for entry in smallest.values() if entry[0] > cap), key=_need)[::-1]
+    if too_large:
+        need, option = too_large[0]
+        others = f" (and {len(too_large) - 1} more do not fit)" if len(too_large) > 1 else ""
+        return (
             f"table {option.name!r} needs at least {need:,} bytes of {memory} on a rank "
-            f"({option.sharding_type}), a rank has {cap:,}; {what_fits(option, cap=cap)}"
+            f"({option.sharding_type}), a rank has {cap:,}{others}; "
+            f"{what_fits(option, need=need, cap=cap, table_bytes=table_bytes)}"
         )
-    if not lines:
-        total = sum(need * len(option.shards) for need, option in smallest.values())
-        need, option = max(smallest.values(), key=lambda entry: entry[0] * len(entry[1].shards))
-        room = max(0, cap * len(topology.devices) - (total - need * len(option.shards)))
-        lines.append(
-            f"all tables need at least {total:,} bytes of {memory}, {len(topology.devices)} ranks "
-            f"have {cap:,} each; the largest table is {option.name!r} with {need:,} on a rank "
-            f"({option.sharding_type}); {what_fits(option, cap=room)}"
-        )
-    return "\n".join(lines)
+    num_ranks = len(topology.devices)
+    total = sum(need * len(option.shards) for need, option in smallest.values())
+    need, option = max(smallest.values(), key=lambda entry: entry[0] * len(entry[1].shards))
+    room = max(0, cap * num_ranks - (total - need * len(option.shards))) // len(option.shards)
+    return (
+        f"all tables need at least {total:,} bytes of {memory}, {num_ranks} ranks "
+        f"have {cap:,} each; the largest table is {option.name!r} with {need:,} on a rank "
+        f"({option.sharding_type}); "
+        f"{what_fits(option, need=need, cap=min(room, cap), table_bytes=table_bytes)}"
+    )
 
 
-def what_fits(option: ShardingOption, *, cap: int) -> str:
-    """Returns the highest TT rank whose cores and what comes with them fit `cap` bytes, in words.
+def what_fits(option: ShardingOption, *, need: int, cap: int, table_bytes: TableBytes) -> str:
+    """Returns the largest row cache, else the highest TT rank, that fits `cap` bytes, in words.
 
-    Optimizer state, gradients, inputs and outputs are taken to be as large beside the cores as they
-    are for the option; a regular table's as for SGD.
+    For a rank, all that a table has beside cores and cache is taken to be as large as it is for the
+    option; a regular table's as for SGD.
+
+    Args:
+        option: of the table.
+        need: its bytes on a rank.
+        cap: those there are.
+        table_bytes: of a TT option, on a rank.
     """
     num_embeddings, embedding_dim = option.tensor.shape
-    shape = tt_shape_of(option)
+    shape, beside, without = tt_shape_of(option), 0, ""
     num_cores = 3 if shape is None else shape.num_cores
-    beside = 0
     if shape is not None:
-        storage = option.shards[0].storage
-        beside = max(storage.hbm, storage.ddr) - core_bytes(shape)
+        table = table_bytes(option)
+        found = _cache_that_fits(option, cap - (need - table.total), table_bytes)
+        if found is not None:
+            load_factor, fitting = found
+            return (
+                f"its row cache takes {table.cache:,} of them; with a cache of load_factor "
+                f"{load_factor:g} it would need {need - table.total + fitting:,} bytes"
+            )
+        beside = need - table.cache - core_bytes(shape)
+        without = " without a row cache" if table.cache else ""
     for rank in _RANKS:
         if shape is not None and rank >= max(shape.tt_ranks):
             continue
         candidate = _shape(num_embeddings, embedding_dim, [rank] * (num_cores - 1))
         if candidate is None:
             continue
-        need = core_bytes(candidate) + beside
-        if need <= cap:
-            return f"as a TT table of rank {rank} it would need {need:,} bytes"
+        fitting = core_bytes(candidate) + beside
+        if fitting <= cap:
+            return f"as a TT table of rank {rank}{without} it would need {fitting:,} bytes"
     return "no TT rank fits; take a smaller batch or more ranks"
+
+
+def _need(entry: tuple[int, ShardingOption]) -> int:
+    return entry[0]
+
+
+def _cache_that_fits(
+    option: ShardingOption, room: int, table_bytes: TableBytes
+) -> tuple[float, int] | None:
+    """The highest load factor below the option's for which the table fits, and its bytes then."""
+    cache = row_cache_of(option)
+    if cache is None:
+        return None
+    rows = option.shards[0].size[0]
+    for load_factor in _LOAD_FACTORS:
+        smaller = copy.copy(option)
+        smaller.cache_params = dataclasses.replace(
+            option.cache_params or CacheParams(), load_factor=load_factor
+        )
+        total = table_bytes(smaller).total
+        if load_factor * rows < cache.num_slots(rows) and total <= room:
+            return load_factor, total
+    return None
 
 
 def _shape(num_embeddings: int, embedding_dim: int, tt_ranks: list[int]) -> TTShape | None:

@@ -1,7 +1,6 @@
 """How fast a machine is, in the planner's terms: known devices, and YAML files of measured ones."""
 
 import copy
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,8 @@ from torchrec.distributed.planner.types import (
 from torchrec_tt.schema import read_yaml
 
 DENSE_UPDATE_PASSES = 4  # over a parameter with a dense gradient: cleared, read, parameter stepped
+_MAX_SPEED = 1e15  # in units per ms: 10^5 of today's GPUs; more is a wrong unit
+_MAX_FIXED_MS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class Hardware:
             types cost as table-wise, grid as table-row-wise).
 
     Raises:
-        ValueError: for a coefficient that is not positive (fixed costs may be 0).
+        ValueError: for a speed or memory outside [1, 10^15], or a fixed cost outside [0, 10^6] ms.
     """
 
     name: str
@@ -78,15 +79,15 @@ class Hardware:
         for entry in fields(self):
             value = getattr(self, entry.name)
             is_speed = entry.name.endswith(("_bytes", "_per_ms"))
-            if is_speed and not 0 < value < math.inf:
-                raise ValueError(f"{entry.name} must be positive, got {value}")
+            if is_speed and not 1 <= value <= _MAX_SPEED:
+                raise ValueError(f"{entry.name} must be positive, in [1, 10^15], got {value}")
         for name, value in {
             "table_ms": self.table_ms,
             "step_ms": self.step_ms,
             **{f"sharding_ms.{kind}": ms for kind, ms in self.sharding_ms.items()},
         }.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must not be negative, got {value}")
+            if not 0 <= value <= _MAX_FIXED_MS:
+                raise ValueError(f"{name} must not be negative, in [0, 10^6], got {value}")
 
 
 def _gpu(name: str, *, gib: int, tflops: float, hbm: float, nvlink: float, nic: float) -> Hardware:

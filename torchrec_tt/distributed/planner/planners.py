@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -12,6 +13,7 @@ from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchPro
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
+    PlannerErrorType,
     ShardingOption,
     Topology,
 )
@@ -27,12 +29,15 @@ from torchrec_tt.distributed.planner.perf_models import TTPerfModel
 from torchrec_tt.distributed.planner.proposers import TTUniformProposer
 from torchrec_tt.distributed.planner.shard_estimators import (
     TTPerfEstimator,
+    TTStorage,
     TTStorageEstimator,
 )
 from torchrec_tt.distributed.planner.stats import PlanReport, TTEmbeddingStats, placements
 from torchrec_tt.distributed.sharding_plan import check_plan, tt_collection
 from torchrec_tt.modules.embedding_modules import TTCollection
 from torchrec_tt.tt.traffic import Traffic
+
+_NOTHING_FITS = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
 class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
@@ -66,8 +71,9 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         Raises:
             ValueError: if no sharder shards a TT collection, or a constraint or the
                 sharder's `fused_params` ask for what a TT table cannot have, or name no table.
-            PlannerError: if nothing fits, as TorchRec's planner; the message names the table that
-                does not, its bytes, the cap, and the TT rank that would fit.
+            PlannerError: if nothing fits, from TorchRec's error; the message is one line that names
+                the table that does not, its bytes, the cap, and the row cache or TT rank that would
+                fit.
         """
         _check_sharders(module, sharders)
         if self._traffic:
@@ -76,11 +82,14 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         try:
             plan = super().plan(module, sharders)
         except PlannerError as error:
-            options = self._enumerator.enumerate(module, sharders)
-            raise PlannerError(
-                f"{explain_failure(options, self._available(module, sharders))}\n{error}",
-                error.error_type,
-            ) from error
+            if error.error_type not in _NOTHING_FITS:
+                raise
+            explained = explain_failure(
+                self._enumerator.enumerate(module, sharders),
+                self._available(module, sharders),
+                table_bytes=functools.partial(self._table_storage, sharders=sharders),
+            )
+            raise PlannerError(explained, error.error_type) from error
         for path, _, collection in _collections(module):
             check_plan(
                 collection,
@@ -112,20 +121,25 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         chosen = self._best_plan if plan is None else _options_of(plan, options)
         if chosen is None:
             raise ValueError("plan must be given where this planner made none yet, got None")
-        fused_params = {s.module_type: getattr(s, "fused_params", None) for s in sharders}
         return placements(
             chosen,
             options,
             storages={
-                option.fqn: self._storage_estimator.table_storage(
-                    option, option.shards[0], fused_params=fused_params.get(type(option.module[1]))
-                )
+                option.fqn: self._table_storage(option, sharders=sharders)
                 for option in chosen
                 if tt_shape_of(option) is not None
             },
             constrained={n for n, c in (self._constraints or {}).items() if c.sharding_types},
             topology=self._available(module, sharders),
             perf_model=self._report_model,
+        )
+
+    def _table_storage(
+        self, option: ShardingOption, *, sharders: list[ModuleSharder[nn.Module]]
+    ) -> TTStorage:
+        fused_params = {s.module_type: getattr(s, "fused_params", None) for s in sharders}
+        return self._storage_estimator.table_storage(
+            option, option.shards[0], fused_params=fused_params.get(type(option.module[1]))
         )
 
     def _asked_for(
