@@ -1,6 +1,7 @@
 """The sharded collection computes and learns what the unsharded one does."""
 
 import copy
+import dataclasses
 import itertools
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -38,7 +39,11 @@ from tests.distributed.toy_model import (
     sharder,
     unsharded,
 )
-from torchrec_tt import TTEmbeddingBagCollectionSharder
+from torchrec_tt import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingBagConfig,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -296,6 +301,40 @@ def pooled_int32(rank: int) -> None:
 
 def test_int32_ids_and_lengths_give_the_same_output(two_ranks: Ranks) -> None:
     two_ranks.run(pooled_int32)
+
+
+def train_rows_beyond_int32(rank: int, kind: str) -> None:
+    """A step on a table of more than 2^31 rows, sharded and unsharded; both ranks have all ids."""
+    config = TTEmbeddingBagConfig(
+        name="t",
+        num_embeddings=2**31 + 10,
+        embedding_dim=8,
+        feature_names=["f"],
+        tt_ranks=[2, 2],
+    )
+    ids = torch.tensor([0, 9, 2**31 - 1, 2**31, 2**31 + 9])
+    features = KeyedJaggedTensor(keys=["f"], values=ids, lengths=torch.ones_like(ids))
+    source = nn.ModuleDict({"ebc": TTEmbeddingBagCollection([config])})
+    model = nn.ModuleDict({"ebc": TTEmbeddingBagCollection([config], device="meta")})
+    own = sharder(learning_rate=LR)
+    model = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan_for(model, {"t": kind}, [own]), sharders=[own]
+    )
+    ebc = model.module["ebc"]
+    ebc.load_state_dict(source["ebc"].state_dict())
+    output, expected = ebc(features).wait()["f"], source["ebc"](features)["f"]
+    torch.testing.assert_close(output, expected)
+    cotangent = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    (output * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    after = full_state(ebc.state_dict())
+    for key, value in source["ebc"].named_parameters():
+        torch.testing.assert_close(after[key], value - LR * value.grad)
+
+
+@pytest.mark.parametrize("kind", [TW, RW])
+def test_u30_rows_beyond_int32_train_as_the_unsharded(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(train_rows_beyond_int32, kind)
 
 
 def initial_values(rank: int, kind: str) -> dict[str, Tensor]:

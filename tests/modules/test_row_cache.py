@@ -110,6 +110,27 @@ def test_u54_a_cache_fills_beside_a_dense_table_in_one_model():
     assert ((cached >= 0) & (cached < 8000)).float().mean() > 0.9
 
 
+def test_u30_rows_beyond_int32_are_cached_as_themselves():
+    shape = make_shape(2**31 + 10, 8, tt_ranks=[2, 2])
+    module = TTTableBatchedEmbeddingBags(
+        [TTTable(name="t", shape=shape)],
+        optimizer=TTOptimizerConfig(learning_rate=0.1),
+        caches={"t": RowCacheConfig(num_rows=8, first_refresh=1)},
+    )
+    init_cores_(module.all_cores(), shape=shape)
+    ids = torch.tensor([0, 9, 2**31 - 1, 2**31, 2**31 + 9])  # 0 and 2**31, 9 and 2**31 + 9
+    expected = rows_of_cores(module.all_cores(), ids, shape=shape).detach()
+    train(module, ids)
+    before = rows_of_cores(module.all_cores(), ids, shape=shape).detach()
+    assert not torch.equal(before, expected)
+    output = module(ids, torch.arange(6))
+    torch.testing.assert_close(output, before)
+    (output * torch.arange(1.0, 6.0)[:, None]).sum().backward()
+    assert cache_of(module).statistics_dict()["hits"] == 5
+    stepped = module.eval()(ids, torch.arange(6))
+    torch.testing.assert_close(stepped, before - 0.1 * torch.arange(1.0, 6.0)[:, None])
+
+
 # U35
 def test_u35_features_of_one_table_count_a_row_once():
     module = make_module(8, num_features=46, first_refresh=1)
