@@ -1,7 +1,6 @@
 """The sharded collection computes and learns what the unsharded one does."""
 
 import copy
-import dataclasses
 import itertools
 from typing import Any
 
