@@ -29,8 +29,11 @@ demo: build
 	$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) examples/criteo/train.py \
 	  --data "$(DATA)" --output_dir runs/demo $(DEMO_FLAGS)
 
+# A file at a time on each worker; many tests start two to four processes themselves.
+TEST_WORKERS ?= 2
+
 test: build
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The tests that use TorchRec, on its other versions: each lies in a folder of its own, before the
 # pinned one. VERSION_TESTS chooses fewer.
