@@ -11,11 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
-from torchrec.distributed.train_pipeline.runtime_forwards import (
-    CPUEmbeddingPipelinedForward,
-    EmbeddingPipelinedForward,
-    InSyncEmbeddingPipelinedForward,
-)
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
@@ -36,6 +31,7 @@ from torchrec_tt.distributed.fused_params import (
     check_regular_optimizers,
     precision_of,
 )
+from torchrec_tt.distributed.lookups_ahead import check_input_dist, check_lookup
 from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.row_cache_state import (
     cached_blocks,
@@ -119,8 +115,12 @@ class ShardedTTCollection(nn.Module):
         return super().forward(*args, **kwargs).wait()
 
     def input_dist(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_pipeline()
+        check_input_dist(self, tables=self._tt_tables())
         return super().input_dist(*args, **kwargs)
+
+    def compute_and_output_dist(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        check_lookup(self, ctx, tables=self._tt_tables())
+        return super().compute_and_output_dist(ctx, *args, **kwargs)
 
     def _check_features(self, features: KeyedJaggedTensor) -> None:
         """Raises ValueError for features that TorchRec's distribution would not cut right."""
@@ -129,21 +129,6 @@ class ShardedTTCollection(nn.Module):
             self._first_keys = list(features.keys())
         check_keys_again(features, first=self._first_keys)
         check_lengths(features)
-
-    def _check_pipeline(self) -> None:
-        """Raises NotImplementedError under a pipeline that cannot train TT tables."""
-        pipelined = self.forward
-        is_semi_sync = isinstance(pipelined, EmbeddingPipelinedForward) and not isinstance(
-            pipelined, (InSyncEmbeddingPipelinedForward, CPUEmbeddingPipelinedForward)
-        )
-        tables = [config.name for config in tt_configs(self._configs())]
-        if is_semi_sync and self.training and tables:
-            raise NotImplementedError(
-                "TrainPipelineSemiSync is not supported for Tensor-Train tables: it looks a batch "
-                "up before the backward of the one before it steps the cores, and a core's "
-                "gradient depends on the other cores as they were looked up; supported are "
-                f"TrainPipelineSparseDist and those that look up in step, got tables {tables}"
-            )
 
     def reset_parameters(self) -> None:
         """Draws every table anew, TT tables as the unsharded collection does."""
@@ -204,6 +189,9 @@ class ShardedTTCollection(nn.Module):
 
     def _configs(self) -> Sequence[BaseEmbeddingConfig]:
         return getattr(self, self.configs_name)
+
+    def _tt_tables(self) -> list[str]:
+        return [config.name for config in tt_configs(self._configs())]
 
     def _tables(self) -> nn.ModuleDict:
         return getattr(self, self.tables_name)
