@@ -1,4 +1,5 @@
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def test_other_dtypes_and_max_error_are_taken() -> None:
     model = compress(pooled(), {"large": TTConfig(data_type="bf16", max_error=1e-3)})
     assert model.embedding_bags["large"].tt_cores[0].dtype == torch.bfloat16
     assert model.tt_shapes["large"].tt_ranks == (4, 4)
+
+
+@pytest.mark.parametrize("model", [pooled, sequence])
+def test_a_precision_reaches_the_lookup_and_stays_with_other_ranks(model: Callable) -> None:
+    collection = compress(model(), {"large": TTConfig(tt_ranks=RANKS, precision="high")})
+    collection = change_ranks(collection, {"large": [3, 3]})
+    assert collection.table_modules()["large"]._lookup.precision == "high"
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"precision must be None or one of .*, got 'tf32'"):
+        TTConfig(tt_ranks=RANKS, precision="tf32")
 
 
 def test_going_back_sees_cached_rows() -> None:

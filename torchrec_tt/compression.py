@@ -183,7 +183,13 @@ def _compressed(
     else:
         done, cores = config.compress(name, weight)
     data_type = DataType[config.data_type.upper()]
-    tt = _tt_table_config(table, done.shape, data_type=data_type, cache=config.cache)
+    tt = _tt_table_config(
+        table,
+        done.shape,
+        data_type=data_type,
+        cache=config.cache,
+        precision=config.precision,
+    )
     if on_table is not None:
         on_table(done)
     return tt, _tt_table(owner, tt, cores, like=weight)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.ops.lookup import Precision
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import tt_svd
@@ -59,6 +60,10 @@ class TTConfig:
         row_strategy: see there.
         data_type: of the cores: "fp32", "bf16" or "fp16".
         cache: which rows are kept uncompressed, of a pooled table.
+        precision: of products on CUDA, see TTEmbeddingBagConfig.
+
+    Raises:
+        ValueError: for an unknown precision.
     """
 
     tt_ranks: list[int] | None = None
@@ -68,6 +73,13 @@ class TTConfig:
     row_strategy: RowStrategy = "balanced"
     data_type: Literal["fp32", "bf16", "fp16"] = "fp32"
     cache: RowCacheConfig | None = None
+    precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in (None, *get_args(Precision)):
+            raise ValueError(
+                f"precision must be None or one of {get_args(Precision)}, got {self.precision!r}"
+            )
 
     def shape(self, num_embeddings: int, embedding_dim: int) -> TTShape:
         """Returns the shape for a table of this size; of rank 1 where `max_error` is to choose.

@@ -136,8 +136,9 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
 class TTEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """Shards a TTEmbeddingCollection; pass it beside `get_default_sharders()`.
 
-    `fused_params` are read as by TTEmbeddingBagCollectionSharder. `use_index_dedup` is refused
-    for a collection with TT tables.
+    `fused_params` are read as by TTEmbeddingBagCollectionSharder: the optimizer of TT tables,
+    `bounds_check_mode` and `precision` (of products on CUDA, for the tables whose configs have
+    none). `use_index_dedup` is refused for a collection with TT tables.
 
     Example:
         >>> sharders = [TTEmbeddingCollectionSharder(
