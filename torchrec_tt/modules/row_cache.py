@@ -190,7 +190,7 @@ class RowCache(nn.Module):
             len(placement.evicted_ids), dtype=torch.float64, device=self.ids.device
         )
         for at, values in self._values(placement.evicted_ids, cores):
-            missing = values - self.rows.index_select(0, placement.evicted_slots[at])
+            missing = values.sub_(self.rows.index_select(0, placement.evicted_slots[at]))
             squares[at] = torch.linalg.vector_norm(missing, dim=1).double().square_()
         return squares * self._weights(placement.evicted_heats)
 

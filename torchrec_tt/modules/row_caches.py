@@ -242,7 +242,12 @@ class RowCaches:
         placed = [self._cache(t).place() for t in due]
         missed = [self._cache(t).missed(p, cores[t]) for t, p in zip(due, placed, strict=True)]
         squares = [torch.stack([each.sum()] * 2) for each in missed]
-        folded = [i for i, t in enumerate(due) if self._cache(t).config.on_evict == "fold"]
+        folded = [
+            i
+            for i, t in enumerate(due)
+            if self._cache(t).config.on_evict == "fold"
+            and (self._reduce or len(placed[i].evicted_ids))  # others may have some
+        ]
         if folded:
             folds = [self._cache(due[i]).fold(placed[i], missed[i], cores[due[i]]) for i in folded]
             for i, (before, after) in zip(

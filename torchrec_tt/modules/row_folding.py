@@ -42,9 +42,12 @@ class CoreRows:
 
     def derivative(self, cores: Sequence[Tensor], direction: Sequence[Tensor]) -> Tensor:  # [E, D]
         """J direction: rows are linear in each core, so it is a lookup per core."""
-        return torch.stack(
-            [self.values([*cores[:k], moved, *cores[k + 1 :]]) for k, moved in enumerate(direction)]
-        ).sum(0)
+        total, *others = (
+            self.values([*cores[:k], moved, *cores[k + 1 :]]) for k, moved in enumerate(direction)
+        )
+        for changes in others:
+            total += changes
+        return total
 
     def gradient(self, cores: Sequence[Tensor], grad_rows: Tensor) -> list[Tensor]:
         """J^T grad_rows."""
@@ -108,7 +111,7 @@ class RowFold:
     def moved(self, part: float) -> list[Tensor]:
         """The cores after this part of the way, rounded as they are kept."""
         pairs = zip(self.wide, self.delta, self.cores, strict=True)
-        return [(wide + part * delta).to(core.dtype) for wide, delta, core in pairs]
+        return [torch.add(w, delta, alpha=part).to(core.dtype) for w, delta, core in pairs]
 
 
 @torch.no_grad()
@@ -159,22 +162,23 @@ def fold_rows(
     return _take_best_parts(folds, total)
 
 
-def _sum_of_squares(values: Tensor) -> float:
-    return float(values.square().sum(dtype=torch.float64))
+def _sum_of_squares(core: Tensor) -> float:
+    return float(torch.linalg.vector_norm(core, dim=1).double().square_().sum())
 
 
 def _take_best_parts(folds: Sequence[RowFold], total: Reduce) -> Tensor:
     """The linear model is not the table: takes the part of its step that truly comes closest."""
     missed = []
-    for fold in folds:
+    moved = [[list(fold.cores), *map(fold.moved, _PARTS)] for fold in folds]
+    for fold, (_, *parts) in zip(folds, moved, strict=True):
         missed.append(fold.before)
-        for part in _PARTS:
-            moved = [core.to(fold.wanted.dtype) for core in fold.moved(part)]
-            missed.append(fold.squares(fold.wanted - fold.rows.values(moved)))
+        for part in parts:
+            wide = [core.to(fold.wanted.dtype) for core in part]
+            missed.append(fold.squares(fold.wanted - fold.rows.values(wide)))
     own = torch.stack(missed).view(len(folds), 1 + len(_PARTS), 2)
     best = total([own[..., 0].clone()])[0].argmin(1).tolist()
-    for fold, at in zip(folds, best, strict=True):
+    for fold, parts, at in zip(folds, moved, best, strict=True):
         if at > 0:
-            for core, moved in zip(fold.cores, fold.moved(_PARTS[at - 1]), strict=True):
-                core.copy_(moved)
+            for core, new in zip(fold.cores, parts[at], strict=True):
+                core.copy_(new)
     return torch.stack([own[i, [0, at], 1] for i, at in enumerate(best)])
