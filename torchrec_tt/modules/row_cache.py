@@ -28,7 +28,7 @@ _STATES: dict[
     "adam": {"exp_avg": True, "exp_avg_sq": True},
 }
 _RATIO, _MARGIN = 1.25, 1.0  # a row must be looked up so much oftener to take another's slot (lfu)
-_MOST_FOLDED = _MOST_KEPT = 2048  # rows: a refresh takes at most so long
+_MOST_FOLDED = _MOST_KEPT = 1024  # rows: a refresh takes at most so long
 FOLDED_WEIGHT = 0.25  # of a row that leaves: it is looked up less than its heat says
 _ROWS_AT_ONCE = 4096  # whose memory is soon used again: new pages cost more than the arithmetic
 _KEPT_PER_FOLDED = 8  # rows that a fold holds where they are, for each one that it folds
