@@ -8,7 +8,6 @@ together.
 """
 
 import argparse
-import time
 import warnings
 
 import torch
@@ -16,24 +15,47 @@ from torch import Tensor
 
 from torchrec_tt.tt.cost import core_bytes, dense_bytes
 from torchrec_tt.tt.factorize import make_shape
-from torchrec_tt.tt.row_order import frequency_order, similarity_order
+from torchrec_tt.tt.row_order import co_access_order, frequency_order, similarity_order
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import tt_svd
 
 
-def tables(rows: int, dim: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Tables with the counts of their ids: ids shuffled, Zipf 1.05 popularity."""
+def tables(rows: int, dim: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Tables with the counts of their ids, and groups: ids shuffled, Zipf 1.05 popularity.
+
+    The ids of a bag are of one group: of rows that are alike, where the table has such.
+    """
     popularity = torch.arange(1, rows + 1).double().pow(-1.05)
     counts = (popularity / popularity.max() * rows)[torch.randperm(rows)]
     noise = torch.randn(rows, dim)
-    clusters = torch.randn(200, dim)[torch.randint(200, (rows,))]
-    latent = torch.rand(rows, 2) @ (3 * torch.randn(2, dim))
+    cluster = torch.randint(200, (rows,))
+    clusters = torch.randn(200, dim)[cluster]
+    hidden = torch.rand(rows, 2)
+    latent = hidden @ (3 * torch.randn(2, dim))
+    trained = noise * counts.clamp(min=1).log1p()[:, None].float()
+    unlike = torch.randint(200, (rows,))
+    near = (20 * hidden).long() @ torch.tensor([20, 1])
     return {
-        "noise": (noise, counts),
-        "trained": (noise * counts.clamp(min=1).log1p()[:, None].float(), counts),
-        "clusters": (clusters + 0.3 * noise, counts),
-        "two factors": (torch.sin(latent) + 0.1 * noise, counts),
+        "noise": (noise, counts, unlike),
+        "trained": (trained, counts, unlike),
+        "clusters": (clusters + 0.3 * noise, counts, cluster),
+        "two factors": (torch.sin(latent) + 0.1 * noise, counts, near),
     }
+
+
+def bags(counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Five bags a row of the table, each of 8 ids of one group, by their popularity."""
+    ids = groups.argsort()
+    ends = counts[ids].cumsum(0)
+    last = groups[ids].diff(append=torch.tensor([-1])).nonzero().flatten()
+    group_ends = ends[last]
+    group_begins = torch.cat([torch.zeros(1, dtype=torch.double), group_ends[:-1]])
+    num_bags = 5 * len(counts)
+    group = torch.multinomial(group_ends - group_begins, num_bags, replacement=True)
+    begin, end = group_begins[group, None], group_ends[group, None]
+    drawn = begin + (end - begin) * torch.rand(num_bags, 8, dtype=torch.double)
+    places = torch.searchsorted(ends, drawn.flatten()).clamp(max=len(ids) - 1)
+    return ids[places], torch.arange(num_bags + 1) * 8
 
 
 def tt_svd_error(table: Tensor, shape: TTShape) -> float:
@@ -75,19 +97,19 @@ def main() -> None:
     print(f"{args.rows} x {args.dim}, factors {shape.row_factors}, rank {args.rank}")
     print(f"dense {dense_bytes(shape)}, cores {core_bytes(shape)}, int32 order {order_bytes} bytes")
     print(f"more rank: {rich.tt_ranks[0]}, cores {core_bytes(rich)} bytes")
-    print(
-        f"{'table':>12} {'as is':>6} {'frequency':>9} {'similarity':>10} {'more rank':>9} {'s':>5}"
-    )
-    for name, (table, counts) in tables(args.rows, args.dim).items():
-        start = time.process_time()
-        by_similarity = similarity_order(table, group_size=shape.row_factors[-1])
-        seconds = time.process_time() - start
-        print(
-            f"{name:>12} {tt_svd_error(table, shape):>6.3f} "
-            f"{tt_svd_error(table[frequency_order(counts)], shape):>9.3f} "
-            f"{tt_svd_error(table[by_similarity], shape):>10.3f} "
-            f"{tt_svd_error(table, rich):>9.3f} {seconds:>5.1f}"
+    columns = ["as is", "frequency", "co-access", "similarity", "more rank"]
+    print(f"{'table':>12} " + " ".join(f"{column:>10}" for column in columns))
+    group_size = shape.row_factors[-1]
+    for name, (table, counts, groups) in tables(args.rows, args.dim).items():
+        companions = co_access_order(
+            *bags(counts, groups), num_embeddings=args.rows, group_size=group_size
         )
+        orders = [frequency_order(counts), companions]
+        orders.append(similarity_order(table, group_size=group_size))
+        errors = [tt_svd_error(table, shape)]
+        errors += [tt_svd_error(table[order], shape) for order in orders]
+        errors.append(tt_svd_error(table, rich))
+        print(f"{name:>12} " + " ".join(f"{error:>10.3f}" for error in errors), flush=True)
 
 
 if __name__ == "__main__":

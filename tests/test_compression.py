@@ -22,6 +22,7 @@ from torchrec_tt import (
 )
 from torchrec_tt.tt.cores import dense
 from torchrec_tt.tt.init import init_cores_
+from torchrec_tt.tt.row_order import similarity_order
 
 ROWS, DIM, RANKS = 120, 8, [4, 4]
 
@@ -295,3 +296,49 @@ def test_ranks_are_those_that_a_table_can_use() -> None:
         changed = change_ranks(collection, {"t": [3, 40]})
     assert changed.tt_shapes["t"].tt_ranks < (3, 40)
     torch.testing.assert_close(changed.embedding_bags["t"].to_dense(), rows)
+
+
+def test_a_row_order_lowers_the_error_and_is_kept_with_the_table() -> None:
+    """Ids are those of before, whatever the rows' places; a second table has none."""
+    source = pooled()
+    generator = torch.Generator().manual_seed(5)
+    centres = torch.randn(6, DIM, generator=generator)
+    rows = centres[torch.randint(6, (ROWS,), generator=generator)]
+    source.embedding_bags["large"].weight.data.copy_(rows)
+    every = torch.arange(ROWS)
+    ids = KeyedJaggedTensor(
+        keys=["a", "b", "c"],
+        values=torch.cat([every % 10, every, every]),
+        lengths=torch.ones(3 * ROWS, dtype=torch.int64),
+    )
+    expected = source(ids).values().detach()
+    ranks, errors = TTConfig(tt_ranks=RANKS), []
+    order = similarity_order(rows, group_size=ranks.shape(ROWS, DIM).row_factors[-1])
+    outputs = []
+    for orders in ({}, {"large": order}):
+        model = nn.ModuleList([copy.deepcopy(source)])
+        compress(
+            model,
+            {"large": ranks},
+            row_orders=orders,
+            on_table=lambda table: errors.append(table.relative_error),
+        )
+        outputs.append(model[0](ids).values().detach())
+    assert errors[1] < 0.7 * errors[0]
+    for output, error in zip(outputs, errors, strict=True):
+        off = (output - expected).norm() / expected[:, DIM:].norm()
+        torch.testing.assert_close(float(off), error, rtol=1e-3, atol=0)
+    assert isinstance(model[0].collection, TTEmbeddingBagCollection)
+    materialize(model)
+    torch.testing.assert_close(model[0](ids).values(), outputs[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_row_order_leaves_the_model() -> None:
+    model = nn.ModuleList([pooled()])
+    before = model[0]
+    large = {"large": TTConfig(tt_ranks=RANKS)}
+    with pytest.raises(ValueError, match=r"row_orders must be of tables \['large'\], got \['sm"):
+        compress(model, large, row_orders={"small": torch.arange(10)})
+    with pytest.raises(ValueError, match="order must be a permutation of its 120 ids"):
+        compress(model, large, row_orders={"large": torch.ones(120, dtype=torch.int64)})
+    assert model[0] is before

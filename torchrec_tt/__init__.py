@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TTEmbeddingCollection as TTEmbeddingCollection,
     )
     from torchrec_tt.modules.row_cache_config import RowCacheConfig as RowCacheConfig
+    from torchrec_tt.modules.row_ordered import RowOrderedCollection as RowOrderedCollection
     from torchrec_tt.tt.factorize import make_shape as make_shape
     from torchrec_tt.tt.shape import TTShape as TTShape
 
@@ -62,6 +63,7 @@ _MODULE_OF = {
     "TTEmbeddingBagCollection": "torchrec_tt.modules.embedding_modules",
     "TTEmbeddingCollection": "torchrec_tt.modules.embedding_modules",
     "RowCacheConfig": "torchrec_tt.modules.row_cache_config",
+    "RowOrderedCollection": "torchrec_tt.modules.row_ordered",
     "make_shape": "torchrec_tt.tt.factorize",
     "TTShape": "torchrec_tt.tt.shape",
 }

@@ -36,6 +36,7 @@ from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
 )
+from torchrec_tt.modules.row_ordered import RowOrderedCollection
 from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import grow_ranks, round_cores
@@ -50,6 +51,7 @@ def compress(
     tables: Mapping[str, TTConfig] | None = None,
     *,
     budget_bytes: int | None = None,
+    row_orders: Mapping[str, Tensor] | None = None,
     on_table: OnTable | None = None,
 ) -> nn.Module:
     """Puts tables of a model's embedding collections into Tensor-Train form.
@@ -64,6 +66,9 @@ def compress(
         model: unsharded; compress before DistributedModelParallel.
         tables: by name. None: those that `torchrec_tt.tuner.tune` chooses for the least error.
         budget_bytes: for all tables together, where `tables` is None.
+        row_orders: by table, int [num_embeddings]: another order of its rows before they are
+            compressed, as of `torchrec_tt.tt.row_order`. It is kept with the table, and ids stay
+            what they are: the collection is put into a RowOrderedCollection.
         on_table: called with each table as it is done.
 
     Returns:
@@ -71,7 +76,8 @@ def compress(
 
     Raises:
         ValueError: for tables that are not there or compressed already, factors or ranks that do
-            not fit, values that are not finite, or a budget that cannot be met.
+            not fit, values that are not finite, a budget that cannot be met, or a row order that
+            RowOrderedCollection refuses.
         NotImplementedError: for a sharded model, or a name that two collections have.
 
     Example:
@@ -96,10 +102,13 @@ def compress(
             config.shape(table.num_embeddings, table.embedding_dim)
         if config.max_error is not None and tables_of(owner)[name].weight.is_meta:
             raise ValueError(f"tt_ranks must be given for a table on meta, got None for {name!r}")
+    row_orders = row_orders or {}
+    _check_row_orders(collections, row_orders, tables)
     made = {
-        name: _compressed(collections, name, config, on_table) for name, config in tables.items()
+        name: _compressed(collections, name, config, row_orders.get(name), on_table)
+        for name, config in tables.items()
     }
-    return swapped(model, collections, made)
+    return swapped(model, collections, made, row_orders=row_orders)
 
 
 @torch.no_grad()
@@ -162,10 +171,23 @@ def change_ranks(model: nn.Module, tables: Mapping[str, Sequence[int]]) -> nn.Mo
     return swapped(model, collections, made)
 
 
+def _check_row_orders(
+    collections: Mapping[str, Collection],
+    row_orders: Mapping[str, Tensor],
+    tables: Mapping[str, TTConfig],
+) -> None:
+    """Refuses what RowOrderedCollection would, before anything is computed."""
+    if unknown := set(row_orders) - set(tables):
+        raise ValueError(f"row_orders must be of tables {list(tables)}, got {sorted(unknown)}")
+    for name, order in row_orders.items():
+        RowOrderedCollection(owner_of(collections, name), {name: order})
+
+
 def _compressed(
     collections: Mapping[str, Collection],
     name: str,
     config: TTConfig,
+    row_order: Tensor | None,
     on_table: OnTable | None,
 ) -> Made:
     owner = owner_of(collections, name)
@@ -181,7 +203,8 @@ def _compressed(
             relative_error=None,
         )
     else:
-        done, cores = config.compress(name, weight)
+        rows = weight if row_order is None else weight[row_order.to(weight.device)]
+        done, cores = config.compress(name, rows)
     data_type = DataType[config.data_type.upper()]
     tt = _tt_table_config(
         table,

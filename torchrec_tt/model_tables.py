@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -14,6 +14,7 @@ from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
 )
+from torchrec_tt.modules.row_ordered import RowOrderedCollection
 from torchrec_tt.modules.unsharded import check_unsharded
 
 Collection = Any  # one of _COLLECTIONS
@@ -83,13 +84,20 @@ def swapped(
     model: nn.Module,
     collections: Mapping[str, Collection],
     made: Mapping[str, Made],
+    *,
+    row_orders: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Puts collections with these tables where theirs were."""
+    """Puts collections with these tables where theirs were, in front of them their orders."""
     new = {
         id(collection): _rebuilt(collection, made)
         for collection in collections.values()
         if any(name in configs_of(collection) for name in made)
     }
+    for collection in collections.values():
+        known = configs_of(collection)
+        orders = {name: order for name, order in (row_orders or {}).items() if name in known}
+        if orders:
+            new[id(collection)] = RowOrderedCollection(new[id(collection)], orders)
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in new and path:
             parent, _, name = path.rpartition(".")

@@ -3,7 +3,12 @@ import torch
 from torch import Tensor
 
 from torchrec_tt.quality import svd_error
-from torchrec_tt.tt.row_order import frequency_order, new_ids, similarity_order
+from torchrec_tt.tt.row_order import (
+    co_access_order,
+    frequency_order,
+    new_ids,
+    similarity_order,
+)
 from torchrec_tt.tt.shape import TTShape
 
 SHAPE = TTShape(
@@ -51,6 +56,34 @@ def test_similarity_order_halves_the_error_of_a_clustered_table() -> None:
     table = _clustered()
     order = similarity_order(table, group_size=SHAPE.row_factors[-1])
     assert svd_error(table[order], SHAPE) < 0.5 * svd_error(table, SHAPE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_the_same_bags_are_neighbours(dtype: torch.dtype) -> None:
+    """Ids 0, 2, 4 and 1, 3, 5 come together, in bags of two, with empty bags between."""
+    indices = torch.tensor([0, 2, 1, 5, 2, 4, 3, 1, 4, 0, 5, 3], dtype=dtype)
+    offsets = torch.tensor([0, 2, 2, 4, 6, 8, 8, 10, 12, 12])
+    order = co_access_order(indices, offsets, num_embeddings=6, group_size=3).tolist()
+    assert {frozenset(order[:3]), frozenset(order[3:])} == {
+        frozenset({0, 2, 4}),
+        frozenset({1, 3, 5}),
+    }
+
+
+def test_co_access_order_without_ids_is_an_order() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    order = co_access_order(none, torch.tensor([0]), num_embeddings=7, group_size=2)
+    assert sorted(order.tolist()) == list(range(7))
+
+
+def test_bad_bags_are_named() -> None:
+    ids = torch.tensor([0, 5])
+    size = {"num_embeddings": 5, "group_size": 2}
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 5\), got 0 to 5"):
+        co_access_order(ids, torch.tensor([0, 2]), **size)
+    for offsets in ([], [0, 1], [1, 2], [0, 3, 2]):
+        with pytest.raises(ValueError, match="offsets must rise from 0 to the 2 indices"):
+            co_access_order(ids % 5, torch.tensor(offsets), **size)
 
 
 def test_bad_input_is_named() -> None:
