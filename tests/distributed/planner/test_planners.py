@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 import re
 import time
 from typing import Any
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
@@ -288,6 +291,76 @@ def many_tables(count: int, *, is_tt: bool) -> nn.Module:
     tables = [kind(name=f"t{i}", feature_names=[f"f{i}"], **size, **kwargs) for i in range(count)]
     collection = TTEmbeddingBagCollection if is_tt else EmbeddingBagCollection
     return nn.Sequential(collection(tables, device="meta"))
+
+
+def timed_planner(seconds: Any, *, ddr_cap: int = 512 * MIB) -> TTEmbeddingShardingPlanner:
+    return tt_planner(
+        Topology(world_size=2, local_world_size=2, compute_device="cpu", ddr_cap=ddr_cap),
+        batch_size=128,
+        timeout_seconds=seconds,
+        storage_reservation=FixedPercentageStorageReservation(0.1),
+    )
+
+
+def test_a_time_out_before_any_plan_is_no_lack_of_storage() -> None:
+    with pytest.raises(PlannerError, match=r"^timeout_seconds .* got 1e-09 and 0 prop") as error:
+        timed_planner(1e-9).plan(toy(), [TTEmbeddingBagCollectionSharder()])
+    assert error.value.error_type == PlannerErrorType.OTHER
+
+
+def test_a_time_out_does_not_hide_that_a_table_is_too_large() -> None:
+    with pytest.raises(PlannerError, match="'t0' needs at least") as error:
+        timed_planner(1e-9, ddr_cap=10_000).plan(toy(), [TTEmbeddingBagCollectionSharder()])
+    assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), "3", True])
+def test_a_time_out_that_is_no_positive_number_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=f"timeout_seconds must be positive .* got {seconds!r}"):
+        timed_planner(seconds)
+
+
+def test_an_enumerator_that_knows_no_tt_tables_is_refused() -> None:
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    with pytest.raises(ValueError, match="must be a TTEmbeddingEnumerator, got EmbeddingEnum"):
+        tt_planner(topology, batch_size=8, enumerator=EmbeddingEnumerator(topology, 8))
+
+
+def test_reserving_more_than_there_is_leaves_nothing_and_not_less() -> None:
+    one = tt_planner(
+        Topology(world_size=2, local_world_size=2, compute_device="cpu"), batch_size=2**40
+    )
+    with pytest.raises(PlannerError, match="a rank has 0 "):
+        one.plan(toy(), [TTEmbeddingBagCollectionSharder()])
+
+
+def test_a_report_is_of_the_module_that_was_planned() -> None:
+    one, sharders = planner(), [TTEmbeddingBagCollectionSharder()]
+    one.plan(toy(), sharders)
+    with pytest.raises(ValueError, match="plan must be given for another module"):
+        one.report(many_tables(2, is_tt=True), sharders)
+
+
+def test_a_planner_plans_again_and_after_pickling() -> None:
+    one, sharders = planner(), [TTEmbeddingBagCollectionSharder()]
+    first = one.plan(toy(), sharders)
+    again = pickle.loads(pickle.dumps(one))
+    for other in (one, again, copy.deepcopy(one)):
+        assert str(other.plan(toy(), sharders)) == str(first)
+
+
+def other_topology_errors(rank: int) -> str:
+    topology = Topology(world_size=4, local_world_size=4, compute_device="cpu")
+    one = tt_planner(topology, batch_size=8)
+    with pytest.raises(ValueError, match="process group") as error:
+        one.collective_plan(toy(), [TTEmbeddingBagCollectionSharder()])
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_a_topology_of_other_ranks_than_the_groups_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(other_topology_errors):
+        assert re.search("divides the 2 ranks of the process group, got 4", message)
 
 
 @pytest.mark.slow

@@ -31,14 +31,8 @@ def explain_failure(
         topology: the devices, less what is reserved.
         table_bytes: of a TT option, on a rank.
     """
-    memory = "ddr" if topology.compute_device == "cpu" else "hbm"
-    cap = min(getattr(device.storage, memory) for device in topology.devices)
-    smallest: dict[str, tuple[int, ShardingOption]] = {}
-    for option in options:
-        # A table on another memory, as CUDA's UVM kernels have it, fits the device's.
-        need = max(getattr(shard.storage, memory) for shard in option.shards)
-        if option.fqn not in smallest or need < smallest[option.fqn][0]:
-            smallest[option.fqn] = (need, option)
+    memory, cap = _memory_and_cap(topology)
+    smallest = _smallest(options, memory)
     too_large = sorted((entry for entry in smallest.values() if entry[0] > cap), key=_need)[::-1]
     if too_large:
         need, option = too_large[0]
@@ -58,6 +52,14 @@ def explain_failure(
         f"({option.sharding_type}); "
         f"{what_fits(option, need=need, cap=min(room, cap), table_bytes=table_bytes)}"
     )
+
+
+def surely_lacks_storage(options: Sequence[ShardingOption], topology: Topology) -> bool:
+    """Returns whether no plan can fit: a table is too large for a rank, or all for all ranks."""
+    memory, cap = _memory_and_cap(topology)
+    needs = list(_smallest(options, memory).values())
+    total = sum(need * len(option.shards) for need, option in needs)
+    return any(need > cap for need, _ in needs) or total > cap * len(topology.devices)
 
 
 def what_fits(option: ShardingOption, *, need: int, cap: int, table_bytes: TableBytes) -> str:
@@ -96,6 +98,26 @@ def what_fits(option: ShardingOption, *, need: int, cap: int, table_bytes: Table
         if fitting <= cap:
             return f"as a TT table of rank {rank}{without} it would need {fitting:,} bytes"
     return "no TT rank fits; take a smaller batch or more ranks"
+
+
+def _memory_and_cap(topology: Topology) -> tuple[str, int]:
+    """The name of the devices' memory, and the least bytes of it that one has left."""
+    memory = "ddr" if topology.compute_device == "cpu" else "hbm"
+    # Reserved may be more than there is.
+    return memory, max(0, min(getattr(device.storage, memory) for device in topology.devices))
+
+
+def _smallest(
+    options: Sequence[ShardingOption], memory: str
+) -> dict[str, tuple[int, ShardingOption]]:
+    """By table, its option that takes the least of a rank, and those bytes."""
+    smallest: dict[str, tuple[int, ShardingOption]] = {}
+    for option in options:
+        # A table on another memory, as CUDA's UVM kernels have it, fits the device's.
+        need = max(getattr(shard.storage, memory) for shard in option.shards)
+        if option.fqn not in smallest or need < smallest[option.fqn][0]:
+            smallest[option.fqn] = (need, option)
+    return smallest
 
 
 def _need(entry: tuple[int, ShardingOption]) -> int:

@@ -22,7 +22,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_tt.distributed.fused_params import check_fused_params
 from torchrec_tt.distributed.planner.enumerators import TTEmbeddingEnumerator, check_table_names
-from torchrec_tt.distributed.planner.failures import explain_failure
+from torchrec_tt.distributed.planner.failures import explain_failure, surely_lacks_storage
 from torchrec_tt.distributed.planner.hardware import Hardware
 from torchrec_tt.distributed.planner.lookups import tt_shape_of
 from torchrec_tt.distributed.planner.perf_models import TTPerfModel
@@ -60,6 +60,7 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         traffic: dict[str, Traffic] | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_arguments(**kwargs)
         super().__init__(**{"performance_model": perf_model, **kwargs})
         self._storage_estimator = storage_estimator
         self._report_model = perf_model
@@ -73,9 +74,10 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 sharder's `fused_params` ask for what a TT table cannot have, or name no table.
             PlannerError: if nothing fits, from TorchRec's error; the message is one line that names
                 the table that does not, its bytes, the cap, and the row cache or TT rank that would
-                fit.
+                fit. If `timeout_seconds` end planning before a proposal fits, it says so.
         """
         _check_sharders(module, sharders)
+        self._best_plan = None  # or a report after a failure has the plan before
         if self._traffic:
             options = self._enumerator.enumerate(module, sharders)
             check_table_names("traffic", self._traffic, options)
@@ -84,12 +86,7 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         except PlannerError as error:
             if error.error_type not in _NOTHING_FITS:
                 raise
-            explained = explain_failure(
-                self._enumerator.enumerate(module, sharders),
-                self._available(module, sharders),
-                table_bytes=functools.partial(self._table_storage, sharders=sharders),
-            )
-            raise PlannerError(explained, error.error_type) from error
+            raise self._explained(error.error_type, module, sharders) from error
         for path, _, collection in _collections(module):
             check_plan(
                 collection,
@@ -98,6 +95,28 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 local_world_size=self._topology.local_world_size,
             )
         return plan
+
+    def _explained(
+        self,
+        error_type: PlannerErrorType,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+    ) -> PlannerError:
+        """TorchRec's error that nothing fits, in one line: TorchRec takes a time-out for that."""
+        options = self._enumerator.enumerate(module, sharders)
+        available = self._available(module, sharders)
+        ran_out = self._timeout_seconds and any(one.propose() for one in self._proposers)
+        if ran_out and not surely_lacks_storage(options, available):
+            return PlannerError(
+                f"timeout_seconds must leave time for a proposal that fits, got "
+                f"{self._timeout_seconds:g} and {self._num_proposals} proposals of which none did"
+            )
+        explained = explain_failure(
+            options,
+            available,
+            table_bytes=functools.partial(self._table_storage, sharders=sharders),
+        )
+        return PlannerError(explained, error_type)
 
     def report(
         self,
@@ -121,6 +140,10 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         chosen = self._best_plan if plan is None else _options_of(plan, options)
         if chosen is None:
             raise ValueError("plan must be given where this planner made none yet, got None")
+        if {option.fqn for option in chosen} - {option.fqn for option in options}:
+            raise ValueError(
+                "plan must be given for another module than the last one planned, got None"
+            )
         return placements(
             chosen,
             options,
@@ -187,8 +210,18 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         """Returns rank 0's plan on every rank, or raises rank 0's error on every rank.
 
         TorchRec's own leaves the other ranks waiting for a plan that never comes.
+
+        Raises:
+            ValueError: if the topology's ranks do not divide those of the group (they are fewer
+                where groups of ranks hold copies of the model); as `plan`.
+            PlannerError: as `plan`.
         """
         group = dist.group.WORLD if pg is None else pg
+        if dist.get_world_size(group) % self._topology.world_size:
+            raise ValueError(
+                f"topology must have a world_size that divides the {dist.get_world_size(group)} "
+                f"ranks of the process group, got {self._topology.world_size}"
+            )
         result: list[Any] = [None]
         if dist.get_rank(group) == 0:
             try:
@@ -258,6 +291,19 @@ def tt_planner(
         traffic=traffic,
         **{**defaults, **kwargs},
     )
+
+
+def _check_arguments(
+    enumerator: Any = None, timeout_seconds: float | None = None, **kwargs: Any
+) -> None:
+    if enumerator is not None and not isinstance(enumerator, TTEmbeddingEnumerator):
+        raise ValueError(
+            f"enumerator must be a TTEmbeddingEnumerator, got {type(enumerator).__name__}: it "
+            "would give Tensor-Train tables the kernels of regular ones"
+        )
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if timeout_seconds is not None and not (is_number and timeout_seconds > 0):
+        raise ValueError(f"timeout_seconds must be positive or None, got {timeout_seconds!r}")
 
 
 def _options_of(plan: ShardingPlan, options: list[ShardingOption]) -> list[ShardingOption]:
