@@ -77,7 +77,8 @@ class TTEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 fit. If `timeout_seconds` end planning before a proposal fits, it says so.
         """
         _check_sharders(module, sharders)
-        self._best_plan = None  # or a report after a failure has the plan before
+        # Or a report after a failure has the plan before.
+        self._best_plan: list[ShardingOption] | None = None
         if self._traffic:
             options = self._enumerator.enumerate(module, sharders)
             check_table_names("traffic", self._traffic, options)
