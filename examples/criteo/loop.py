@@ -189,6 +189,9 @@ def evaluate(training: Training, split: Split, *, limit: int | None) -> Quality 
         training: the model and its rows.
         split: which rows.
         limit: batches of a rank, fewer than all.
+
+    Raises:
+        FloatingPointError: if their logloss is not finite; on every rank.
     """
     training.model.eval()
     batch_size, world_size = training.flags.test_batch_size, dist.get_world_size()
@@ -209,13 +212,20 @@ def evaluate(training: Training, split: Split, *, limit: int | None) -> Quality 
     local = torch.cat(outputs, dim=1)  # [2, rows of a rank]
     parts = [torch.empty_like(local) for _ in range(world_size)] if dist.get_rank() == 0 else None
     dist.gather(local, parts)
-    quality = [None]
+    quality: list[Quality | None] = [None]
     if parts is not None:
         # Rows went to the ranks in turn, and a rank with a row less has its last one twice.
         logits, labels = torch.stack(parts, dim=2).flatten(1)[:, :num_rows]
         quality = [measure(logits, labels.long())]
     dist.broadcast_object_list(quality)
-    return quality[0]
+    measured = quality[0]
+    assert measured is not None
+    if not math.isfinite(measured.logloss):
+        raise FloatingPointError(
+            f"logloss of the {split} rows must be finite, got {measured.logloss}: their values may "
+            "be beyond what the model can take"
+        )
+    return measured
 
 
 def _batches(training: Training, split: Split) -> Iterator[Batch]:

@@ -149,6 +149,17 @@ def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):  # U65
 
 
 @pytest.mark.slow
+def test_scores_that_are_not_finite_end_the_job_with_one_line(tmp_path):
+    """One step at such a rate has a finite loss, and leaves parameters that have none."""
+    flags = ("--no-adagrad", "--learning_rate", "1e30", "--limit_train_batches", "1")
+    run = train(*SMALL_FLAGS, *flags, "--output_dir", str(tmp_path))
+    assert run.returncode != 0
+    (text,) = errors(run)
+    assert text.startswith("train.py: error: logloss of the val rows must be finite, got nan")
+    assert not (tmp_path / "metrics.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not KAGGLE_ROWS.exists(), reason=f"{KAGGLE_ROWS} is not there")
 def test_kaggle_rows_train_in_seven_tt_tables_of_rank_32(tmp_path):
     flags = ("--config", str(CONFIGS / "kaggle.yaml"), "--data", str(KAGGLE_ROWS), "--epochs", "4")
