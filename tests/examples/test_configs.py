@@ -73,6 +73,6 @@ def test_the_terabyte_config_has_the_papers_rows_and_compression():
 def test_the_planners_kaggle_file_and_the_kaggle_config_have_the_same_tables():
     of_flags, of_file = (
         tables(read("kaggle")),
-        configs_of_file(CRITEO / "kaggle.yaml", embedding_dim=16),
+        configs_of_file(CRITEO / "kaggle_tables.yaml", embedding_dim=16),
     )
     assert bytes_of(of_flags) == bytes_of(of_file)

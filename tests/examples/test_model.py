@@ -105,7 +105,7 @@ def test_cores_of_every_sharding_type_train():
         assert moved.pop(sharding_type) == {True}
 
 
-KAGGLE = Path(__file__).parents[2] / "examples/criteo/kaggle.yaml"
+KAGGLE = Path(__file__).parents[2] / "examples/criteo/kaggle_tables.yaml"
 
 
 def test_the_tables_of_a_model_file_are_those_of_the_flags() -> None:
