@@ -85,7 +85,7 @@ CASES = {
         is_fast=True,
     ),
     "two_threads_16384x15": Case(
-        bags=16384, pooling=15, dim=64, rival="two threads", limits=_both(1.7, 1.9)
+        bags=16384, pooling=15, dim=64, rival="two threads", limits=_both(1.7, 1.9), rounds=30
     ),
     "two_threads_one_large": Case(
         bags=16384,
@@ -94,6 +94,7 @@ CASES = {
         rival="two threads",
         limits=_both(1.7, 1.9),
         small_tables=7,
+        rounds=30,
     ),
 }
 OVERHEADS = {"overhead_1_table": (1, 120), "overhead_26_tables": (26, 200)}  # microseconds
