@@ -122,7 +122,7 @@ class _DeviceCheck:
 def check_keys(features: KeyedJaggedTensor, *, needed: Iterable[str]) -> None:
     """Raises ValueError where a feature that a table reads is not there."""
     keys = features.keys()
-    missing = [name for name in needed if name not in keys]
+    missing = [name for name in dict.fromkeys(needed) if name not in keys]
     if missing:
         raise ValueError(
             f"features must have a key for every feature of the tables, got {keys} "
@@ -130,22 +130,10 @@ def check_keys(features: KeyedJaggedTensor, *, needed: Iterable[str]) -> None:
         )
 
 
-def check_keys_again(features: KeyedJaggedTensor, *, first: Sequence[str]) -> None:
-    """Raises ValueError for other keys than the first batch had.
-
-    TorchRec notes their places there, and would take one feature for another now.
-    """
-    if features.keys() != first:
-        raise ValueError(
-            f"features must have the keys of the first batch in its order, {list(first)}, "
-            f"got {features.keys()}"
-        )
-
-
 def check_lengths(features: KeyedJaggedTensor) -> None:
     """Raises ValueError for lengths that cannot be, where they are on the CPU.
 
-    TorchRec checks their sum alone, and its CPU operators write where a negative length leads them.
+    TorchRec checks their sum at most, and its CPU operators write where a negative length leads.
     """
     lengths = features.lengths()
     if lengths.device.type != "cpu" or not lengths.numel():
@@ -157,6 +145,9 @@ def check_lengths(features: KeyedJaggedTensor) -> None:
             f"lengths must be in [0, {num_ids}], the number of ids, got {int(smallest)} to "
             f"{int(largest)}"
         )
+    total = int(lengths.sum())
+    if total != num_ids:
+        raise ValueError(f"lengths must add up to {num_ids}, the number of ids, got {total}")
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -17,17 +17,13 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_tt.distributed.sequence_sharding import SEQUENCE_SHARDINGS
-from torchrec_tt.distributed.sharded_collection import (
-    LogicalWeights,
-    ShardedTTCollection,
-    refuse_resharding,
-    shapes_of,
-    tell_tables,
-)
+from torchrec_tt.distributed.sharded_collection import ShardedTTCollection, refuse_resharding
 from torchrec_tt.distributed.sharding import create_tt_sharding
+from torchrec_tt.distributed.sharding_infos import LogicalWeights, shapes_of, tell_tables
 from torchrec_tt.distributed.sharding_plan import shardable_parameters
 from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig
-from torchrec_tt.modules.embedding_modules import TTEmbeddingCollection, check_inverse_indices
+from torchrec_tt.modules.embedding_modules import TTEmbeddingCollection
+from torchrec_tt.modules.features import check_inverse_indices
 
 
 class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollection):
@@ -120,13 +116,16 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         """Distributes the features; TorchRec expands those of variable batch size (VBE).
 
         Raises:
-            ValueError: if features of variable batch size do not say where their samples belong, or
-                a length is negative or too large, or the keys are not those of the first batch.
+            ValueError: if features of variable batch size do not say where their samples belong,
+                lengths are not those of the ids, or keys, dtypes and whether there are weights
+                differ between the ranks at the first batch, or later from that one.
         """
-        if isinstance(features, KeyedJaggedTensor):
-            check_inverse_indices(features)
-            self._check_features(features)
-        return super().input_dist(ctx, features)
+        return super().input_dist(ctx, self._checked(features))
+
+    def _prepared(self, features: Any) -> KeyedJaggedTensor:
+        features = super()._prepared(features)
+        check_inverse_indices(features)
+        return features
 
     @property
     def unsharded_module_type(self) -> type[TTEmbeddingCollection]:

@@ -16,24 +16,16 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_tt.distributed.bounds_check import without_weights
 from torchrec_tt.distributed.even_output_dist import EvenOutputDist
 from torchrec_tt.distributed.mean_pooling import RowWiseMean, divide, is_summed_mean
-from torchrec_tt.distributed.sharded_collection import (
-    LogicalWeights,
-    ShardedTTCollection,
-    refuse_resharding,
-    shapes_of,
-    tell_tables,
-)
+from torchrec_tt.distributed.sharded_collection import ShardedTTCollection, refuse_resharding
 from torchrec_tt.distributed.sharding import POOLED_SHARDINGS, create_tt_sharding
+from torchrec_tt.distributed.sharding_infos import LogicalWeights, shapes_of, tell_tables
 from torchrec_tt.distributed.sharding_plan import ROW_SPLITTING_TYPES, shardable_parameters
-from torchrec_tt.modules.embedding_modules import (
-    TTEmbeddingBagCollection,
-    with_one_batch_size,
-)
+from torchrec_tt.modules.embedding_modules import TTEmbeddingBagCollection
+from torchrec_tt.modules.features import with_one_batch_size
 
 
 class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCollection):
@@ -124,15 +116,17 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         """Distributes the features; those of variable batch size (VBE) as the batch has them.
 
         Raises:
-            ValueError: if features of variable batch size do not say where their bags belong, or
-                a length is negative or too large, or the keys are not those of the first batch.
+            ValueError: if features of variable batch size do not say where their bags belong,
+                lengths are not those of the ids, or keys, dtypes and whether there are weights
+                differ between the ranks at the first batch, or later from that one.
         """
-        features = with_one_batch_size(maybe_td_to_kjt(features, None))
-        self._check_features(features)
-        if not self._is_weighted:
-            features = without_weights(features)
+        features = self._checked(features)
         ctx.divisor = self._row_wise_mean.divisor(features)
         return super().input_dist(ctx, features)
+
+    def _prepared(self, features: Any) -> KeyedJaggedTensor:
+        features = with_one_batch_size(super()._prepared(features))
+        return features if self._is_weighted else without_weights(features)
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]

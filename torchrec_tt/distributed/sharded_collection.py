@@ -5,7 +5,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,24 +15,26 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_tt.distributed.applied_optimizer import check_applied_optimizers
-from torchrec_tt.distributed.bounds_check import check_keys, check_keys_again, check_lengths
+from torchrec_tt.distributed.bounds_check import check_keys, check_lengths
 from torchrec_tt.distributed.embedding_kernel import TTBatchedDenseEmbeddingBag
+from torchrec_tt.distributed.features_form import (
+    FeaturesForm,
+    check_form_again,
+    check_same_form,
+    form_of,
+)
 from torchrec_tt.distributed.fused_optimizer import (
-    core_optimizer_config,
     one_owner_tensor,
     owned_part,
 )
 from torchrec_tt.distributed.fused_params import (
-    PRECISION,
     check_fused_params,
-    check_mode_of,
     check_regular_optimizers,
-    precision_of,
 )
 from torchrec_tt.distributed.lookups_ahead import check_input_dist, check_lookup
-from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.row_cache_state import (
     cached_blocks,
     put_row_caches,
@@ -41,13 +43,12 @@ from torchrec_tt.distributed.row_cache_state import (
 from torchrec_tt.distributed.sharding_plan import (
     check_env,
     check_plan,
-    shardable_parameters,
     with_tt_kernel,
 )
 from torchrec_tt.modules.embedding_configs import TTTableConfig
 from torchrec_tt.modules.embedding_modules import TTCollection, reset_cores_, tt_configs
+from torchrec_tt.modules.features import check_features
 from torchrec_tt.modules.row_cache import RowCache
-from torchrec_tt.tt.shape import TTShape
 
 
 class ShardedTTCollection(nn.Module):
@@ -74,6 +75,7 @@ class ShardedTTCollection(nn.Module):
     configs_name: ClassVar[str]
     # None until the cores are registered
     _owned_cores: dict[str, ShardedTensor | DTensor] | None = None
+    _first_form: FeaturesForm  # of the first batch
 
     def __init__(
         self,
@@ -122,13 +124,41 @@ class ShardedTTCollection(nn.Module):
         check_lookup(self, ctx, tables=self._tt_tables())
         return super().compute_and_output_dist(ctx, *args, **kwargs)
 
-    def _check_features(self, features: KeyedJaggedTensor) -> None:
-        """Raises ValueError for features that TorchRec's distribution would not cut right."""
-        if self._has_uninitialized_input_dist:
+    def _checked(self, features: Any) -> KeyedJaggedTensor:
+        """Returns the features as TorchRec's distribution takes them.
+
+        Raises:
+            ValueError: if it would not cut them right: at the first batch the same on every rank,
+                at a later one on the ranks whose own features are wrong.
+        """
+        if not self._has_uninitialized_input_dist:
+            features = self._prepared(features)
+            check_form_again(form_of(features), first=self._first_form)
+            return features
+        try:
+            features = self._prepared(features)
             check_keys(features, needed=[n for c in self._configs() for n in c.feature_names])
-            self._first_keys = list(features.keys())
-        check_keys_again(features, first=self._first_keys)
+            form = form_of(features)
+        except ValueError as error:
+            if self._waits_for_ranks():
+                check_same_form(error, pg=self._env.process_group)
+            raise
+        if self._waits_for_ranks():
+            check_same_form(form, pg=self._env.process_group)
+        self._first_form = form
+        return features
+
+    def _prepared(self, features: Any) -> KeyedJaggedTensor:
+        """Returns features of a form that can be cut; raises ValueError where they cannot be."""
+        features = maybe_td_to_kjt(features, None)
+        check_features(features)
         check_lengths(features)
+        return features
+
+    def _waits_for_ranks(self) -> bool:
+        """Whether a lookup does; a rank may look data-parallel tables up alone."""
+        types = {sharding.sharding_type for sharding in self.module_sharding_plan.values()}
+        return self._env.world_size > 1 and types != {ShardingType.DATA_PARALLEL.value}
 
     def reset_parameters(self) -> None:
         """Draws every table anew, TT tables as the unsharded collection does."""
@@ -287,63 +317,6 @@ def refuse_resharding(module: ShardedTTCollection) -> NoReturn:
         f"resharding a collection with Tensor-Train tables in place is not supported, got {tables};"
         " save it with torch.distributed.checkpoint and load it under the new plan"
     )
-
-
-def tell_tables(
-    infos_by_type: Mapping[str, Sequence[EmbeddingShardingInfo]],
-    configs: Sequence[BaseEmbeddingConfig],
-) -> None:
-    """Notes what each TT table's kernel needs in its sharding info, and checks it."""
-    tables = {config.name: config for config in tt_configs(configs)}
-    for sharding_type, infos in infos_by_type.items():
-        for info in infos:
-            config = tables.get(info.embedding_config.name)
-            if config is None:
-                info.fused_params = {
-                    k: v for k, v in (info.fused_params or {}).items() if k != PRECISION
-                }
-                continue
-            precision = precision_of(config.precision, info.fused_params, table=config.name)
-            info.param._tt_shape = config.tt_shape
-            info.param._row_cache = row_cache_config(config, info.param_sharding.cache_params)
-            # TorchRec groups tables by them, so they must hash; caches make no other group.
-            info.fused_params = {
-                k: tuple(v) if isinstance(v, list) else v
-                for k, v in info.fused_params.items()
-                if not k.startswith("cache_")
-            } | {PRECISION: precision}
-            check_mode_of(info.fused_params)
-            if sharding_type != ShardingType.DATA_PARALLEL.value:
-                core_optimizer_config(info.fused_params)
-
-
-def shapes_of(sharding_infos: Sequence[EmbeddingShardingInfo]) -> dict[str, TTShape]:
-    """Returns the shapes that `tell_tables` noted, by table name."""
-    return {
-        info.embedding_config.name: info.param._tt_shape
-        for info in sharding_infos
-        if hasattr(info.param, "_tt_shape")
-    }
-
-
-class LogicalWeights:
-    """A collection as `create_grouped_sharding_infos` reads it: every table with a weight."""
-
-    def __init__(self, module: TTCollection) -> None:
-        self._module = module
-        self._weights = {
-            f"{module.tables_name}.{table}.weight": weight
-            for table, weight in shardable_parameters(module).items()
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)  # configurations, names and settings
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._weights.items()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._weights)
 
 
 def _regular_configs(configs: Sequence[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:

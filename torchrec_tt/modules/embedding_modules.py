@@ -1,7 +1,6 @@
 """Collections of tables, some of them in Tensor-Train form."""
 
 import abc
-import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from torchrec_tt.modules.embedding_configs import (
     check_sequence_tables,
     check_tables,
 )
+from torchrec_tt.modules.features import check_features, with_one_batch_size
 from torchrec_tt.tt.init import init_cores_, table_generator
 from torchrec_tt.tt.shape import TTShape
 
@@ -160,8 +160,9 @@ class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollectionInterface):
             ValueError: if an id is not a row of its table; the message names the table.
                 Or if features of variable batch size (VBE) do not say where their bags belong.
         """
-        features = with_one_batch_size(maybe_td_to_kjt(features, None))
-        feature_dict = features.to_dict()
+        features = maybe_td_to_kjt(features, None)
+        check_features(features)
+        feature_dict = with_one_batch_size(features).to_dict()
         pooled = []
         for table in self._embedding_bag_configs:
             own = [feature_dict[feature_name] for feature_name in table.feature_names]
@@ -268,7 +269,9 @@ class TTEmbeddingCollection(TTCollection, EmbeddingCollectionInterface):
         Raises:
             ValueError: if an id is not a row of its table; the message names the table.
         """
-        feature_dict = maybe_td_to_kjt(features, None).to_dict()
+        features = maybe_td_to_kjt(features, None)
+        check_features(features)
+        feature_dict = features.to_dict()
         rows = {}
         for table, names in zip(
             self._embedding_configs, self._embedding_names_by_table, strict=True
@@ -318,48 +321,6 @@ class TTEmbeddingCollection(TTCollection, EmbeddingCollectionInterface):
 def tt_configs(tables: Sequence[BaseEmbeddingConfig]) -> list[TTTableConfig]:
     """Returns those of `tables` that are Tensor-Train tables."""
     return [table for table in tables if isinstance(table, TTTableConfig)]
-
-
-def with_one_batch_size(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns features of one batch size: of variable ones (VBE), each bag where the batch has it.
-
-    Raises:
-        ValueError: if the features have variable batch sizes and no `inverse_indices`, which say
-            where in the batch a bag belongs, or these name bags that are not there.
-    """
-    if not isinstance(features, KeyedJaggedTensor) or not features.variable_stride_per_key():
-        return features
-    check_inverse_indices(features)
-    names, bags_of_feature = features.inverse_indices()  # [F, B]
-    strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    first_bags = dict(zip(strides, itertools.accumulate(strides.values(), initial=0), strict=False))
-    for name, row in zip(names, bags_of_feature, strict=True):
-        if row.numel() and not 0 <= row.min() <= row.max() < strides[name]:
-            raise ValueError(
-                f"inverse_indices must be in [0, {strides[name]}) for feature {name!r}, got {row}"
-            )
-    shifts = bags_of_feature.new_tensor([first_bags[name] for name in names])
-    bags = (bags_of_feature + shifts.unsqueeze(1)).flatten()
-    lengths = features.lengths().index_select(0, bags)
-    begins, ends = features.offsets().index_select(0, bags), lengths.cumsum(0)
-    places = torch.repeat_interleave(begins - (ends - lengths), lengths)
-    places = places + torch.arange(len(places), device=places.device)
-    weights = features.weights_or_none()
-    return KeyedJaggedTensor(
-        keys=names,
-        values=features.values().index_select(0, places),
-        lengths=lengths,
-        weights=None if weights is None else weights.index_select(0, places),
-    )
-
-
-def check_inverse_indices(features: KeyedJaggedTensor) -> None:
-    """Raises ValueError for variable batch sizes (VBE) that do not say where samples belong."""
-    if features.variable_stride_per_key() and features.inverse_indices_or_none() is None:
-        raise ValueError(
-            "features with a variable batch size per feature (VBE) must have inverse_indices, got "
-            f"none with stride_per_key_per_rank={features.stride_per_key_per_rank()}"
-        )
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
     tt_configs,
-    with_one_batch_size,
 )
+from torchrec_tt.modules.features import check_features, with_one_batch_size
 from torchrec_tt.modules.frozen_tables import FrozenTable, look_up, refuse_training
 from torchrec_tt.ops.lookup import Lookup, TTTable
 
@@ -85,8 +85,9 @@ class FrozenTTEmbeddingBagCollection(FrozenTTCollection, TTEmbeddingBagCollectio
         """
         if isinstance(features, fx.Proxy):  # tables are leaves of the graph
             return super().forward(features)
-        features = with_one_batch_size(maybe_td_to_kjt(features, None))
-        feature_dict = features.to_dict()
+        features = maybe_td_to_kjt(features, None)
+        check_features(features)
+        feature_dict = with_one_batch_size(features).to_dict()
         pooled = {
             name: columns
             for lookup in self._lookups
