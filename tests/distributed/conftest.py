@@ -19,6 +19,13 @@ def two_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[Ranks]:
     """Two nodes of two ranks each."""

@@ -12,7 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -37,6 +37,7 @@ from tests.distributed.toy_sequence_model import (
     sharder,
     unsharded,
 )
+from torchrec_tt import RowCacheConfig, TTEmbeddingConfig
 from torchrec_tt.distributed.embedding import ShardedTTEmbeddingCollection
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,30 @@ def test_regular_tables_keep_every_stock_type_beside_tt_tables(two_ranks: Ranks,
 def test_a_single_rank_trains_as_the_unsharded(one_rank: Ranks) -> None:
     for kind in KINDS:
         one_rank.run(train_both, {"t0": kind, "t1": kind}, "adagrad")
+
+
+def plan_with_a_cache(rank: int) -> str:
+    """A plan's row cache for a table of sequences is refused before any collective."""
+    model, sharders = on_meta(unsharded()), [sharder()]
+    plan = plan_for(model, {"t0": RW, "t1": TW}, sharders)
+    plan.plan["ec"]["t0"].cache_params = CacheParams(load_factor=0.2)
+    with pytest.raises(ValueError, match="cache_params") as error:
+        DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return str(error.value)
+
+
+def test_a_row_cache_of_a_sequence_table_is_refused_by_name_on_every_rank(two_ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="cache"):
+        TTEmbeddingConfig(
+            num_embeddings=100,
+            embedding_dim=8,
+            feature_names=["f"],
+            tt_ranks=[2],
+            cache=RowCacheConfig(num_rows=8),
+        )
+    for message in two_ranks.run(plan_with_a_cache):
+        assert "must be None for a Tensor-Train table of sequences, got" in message
+        assert "for table 't0': only pooled tables have row caches" in message
 
 
 def global_batch(ids: dict[str, list[list[int]]]) -> tuple[list[Tensor], list[Tensor]]:

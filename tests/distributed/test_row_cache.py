@@ -206,6 +206,19 @@ def test_a_sharded_row_is_what_the_dictionary_says(
         assert sum(table[what] for table in counted) > least
 
 
+# U23: rank 2 has no ids at all, and blocks of rows that end within a step of the row factors.
+@pytest.mark.slow
+def test_u23_a_row_wise_row_is_what_the_dictionary_says_with_one_of_three_ranks_idle(
+    three_ranks: Ranks,
+) -> None:
+    results = three_ranks.run(drive, {"t0": RW, "t1": RW}, 2, 14)
+    for name in ("t0", "t1"):
+        counted = [result[name] for result in results]
+        assert {table["refreshes"] for table in counted} == {6}
+        assert all(table["hits"] > 0 for table in counted)  # the idle rank answers for its block
+        assert sum(table["evictions"] for table in counted) > 4
+
+
 def train(model: Any, steps: range) -> None:
     for step in steps:
         pooled = collection_of(model)(own_part(drifting_batch(step, busy=1))).wait()

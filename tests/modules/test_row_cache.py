@@ -12,6 +12,7 @@ from torchrec_tt.modules.row_folding import RowFold, fold_rows
 from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.lookup import TTTable
 from torchrec_tt.optim import TTOptimizerConfig
+from torchrec_tt.tt.cores import dense
 from torchrec_tt.tt.cores import rows as rows_of_cores
 from torchrec_tt.tt.init import init_cores_
 from torchrec_tt.tt.row_cache import row_cache_bytes
@@ -250,6 +251,69 @@ def test_evaluation_neither_counts_nor_changes_the_cache():
             module(ids, torch.arange(len(ids) + 1))
     for name, value in module.state_dict().items():
         assert torch.equal(before[name], value), name
+
+
+def test_a_lookup_in_inference_mode_changes_nothing_and_training_goes_on_bit_for_bit():
+    module, other = make_module(), make_module()
+    for step, ids in enumerate(hot_batches(8, drift=30)):
+        if step in (1, 2, 5):  # before the first fill, when it is due, and later
+            before = copy.deepcopy(module.state_dict())
+            with torch.inference_mode():
+                found = module(ids, torch.arange(len(ids) + 1))
+            with torch.no_grad():
+                assert torch.equal(found, other(ids, torch.arange(len(ids) + 1)))
+            assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+        train(module, ids)
+        train(other, ids)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    assert cache_of(module).statistics_dict()["hits"] > 0
+
+
+def test_a_module_made_in_inference_mode_is_looked_up_and_not_trained():
+    source = make_module()
+    for ids in hot_batches(4):
+        train(source, ids)
+    ids = torch.arange(400)
+    with torch.inference_mode():
+        module = make_module()
+        module.load_state_dict(source.state_dict())
+        found = module.eval()(ids, torch.arange(401))
+    assert torch.equal(found, source.eval()(ids, torch.arange(401)))
+    with torch.no_grad():
+        assert torch.equal(found, module(ids, torch.arange(401)))
+    with pytest.raises(
+        RuntimeError, match=r"cores must be made outside torch.inference_mode\(\) to"
+    ):
+        train(module.train(), ids)
+
+
+def test_without_pooling_a_cached_row_is_looked_up_and_stepped_as_a_row():
+    rate = 0.1
+    optimizer = TTOptimizerConfig(learning_rate=rate)
+    module = TTTableBatchedEmbeddingBags(
+        [TTTable(name="t", shape=SHAPE)],
+        pooling="none",
+        optimizer=optimizer,
+        caches={"t": RowCacheConfig(num_rows=64, first_refresh=2, refresh_growth=1)},
+    )
+    init_cores_(module.all_cores(), shape=SHAPE, generator=torch.Generator().manual_seed(0))
+    cache = cache_of(module)
+    for ids in hot_batches(10, drift=7):
+        offsets = torch.tensor([0, len(ids) // 3, len(ids)])
+        output = module(ids, offsets)
+        cached, rows = cache.ids.clone(), cache.rows.clone()
+        table = cache.write_into(dense(module.all_cores(), shape=SHAPE)).detach()
+        torch.testing.assert_close(output, table[ids])
+        grads = torch.zeros_like(table).index_add(0, ids, 2 * output.detach())
+        output.square().sum().backward()
+        is_cached = cached >= 0
+        torch.testing.assert_close(
+            cache.rows[is_cached], rows[is_cached] - rate * grads[cached[is_cached]]
+        )
+    counts = cache.statistics_dict()
+    assert counts["evictions"] > 0
+    assert counts["hits"] > 500
 
 
 def test_a_refresh_waits_for_lookups_in_flight():

@@ -192,6 +192,21 @@ def test_evaluation_leaves_the_cores_alone():
         assert torch.equal(output, trained)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_cores_made_in_inference_mode_are_looked_up_and_not_trained(optimizer):
+    config = TTOptimizerConfig(optimizer=optimizer)
+    trained = make_module(optimizer=config)
+    with torch.inference_mode():
+        module = make_module(optimizer=config)
+    batch = Batch.draw(module.lookup, dtype=torch.float64)
+    expected = trained(batch.indices, batch.offsets)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(module(batch.indices, batch.offsets), expected)
+    with pytest.raises(RuntimeError, match=r"cores must be made outside torch.inference_mode\(\)"):
+        module(batch.indices, batch.offsets)
+
+
 @pytest.mark.parametrize("optimizer", [None, TTOptimizerConfig()])
 def test_u25_a_bad_id_is_an_error_that_names_the_table(optimizer):
     module = make_module(optimizer=optimizer)

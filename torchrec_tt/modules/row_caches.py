@@ -61,10 +61,10 @@ class PlannedAhead:
 
 def _value_of(tensor: Tensor) -> tuple:
     """What a tensor's elements cannot change without."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, _version_of(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, version_of(tensor)
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """What counts writes; tensors made in torch.inference_mode() have none, and are not trained."""
     is_inference = not torch.compiler.is_compiling() and tensor.is_inference()  # dynamo cannot ask
     return 0 if is_inference else tensor._version
@@ -140,7 +140,7 @@ class RowCaches:
 
     def versions(self, name: str = "ids") -> list[int]:
         """Returns what changes with what the slots hold, or the rows' values."""
-        return [_version_of(tensor) for tensor in self._all(name)]
+        return [version_of(tensor) for tensor in self._all(name)]
 
     def _all(self, name: str) -> list[Tensor]:
         buffers = [None if c is None else c._buffers[name] for c in self._caches]

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
-from torchrec_tt.modules.row_caches import PlannedLookup, RowCaches, RowUse, cached_embedding_bag
+from torchrec_tt.modules.row_caches import (
+    PlannedLookup,
+    RowCaches,
+    RowUse,
+    cached_embedding_bag,
+    version_of,
+)
 from torchrec_tt.ops.embedding_bag import (
     check_tensors,
     embedding_bag,
@@ -190,6 +196,7 @@ class TTTableBatchedEmbeddingBags(nn.Module):
             return cached_embedding_bag(
                 indices, offsets, caches=caches, is_training=is_training, **call
             )
+        _check_trainable(trained)
         if caches is None:
             planned, batch_plan = None, plan(indices, offsets, lookup=self.lookup)
         else:
@@ -239,6 +246,17 @@ def check_dtypes(dtype: torch.dtype, *, output_dtype: torch.dtype | None) -> Non
         raise ValueError(f"output_dtype must be None or one of {DTYPES}, got {output_dtype}")
 
 
+def _check_trainable(core: Tensor) -> None:
+    """Raises RuntimeError for an inference tensor that a lookup with gradients would train."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # dynamo cannot ask
+        return
+    if core.is_inference():
+        raise RuntimeError(
+            "cores must be made outside torch.inference_mode() to be trained, got some made "
+            "inside: without gradients they can be looked up"
+        )
+
+
 def _rounding_seeds(tables: Sequence[TTTable]) -> list[int]:
     """One seed per core, from its table's name and its place, the same in every process."""
     return [
@@ -266,7 +284,7 @@ class _StepInBackward(torch.autograd.Function):
         planned: PlannedLookup | None,
     ) -> Tensor:
         ctx.module, ctx.plan, ctx.offsets, ctx.cores = module, batch_plan, offsets, cores
-        ctx.versions = [core._version for core in cores] if ctx.needs_input_grad[5] else None
+        ctx.versions = [version_of(core) for core in cores] if ctx.needs_input_grad[5] else None
         if weights is not None:
             ctx.save_for_backward(weights)
         caches = module._caches
@@ -289,7 +307,7 @@ class _StepInBackward(torch.autograd.Function):
             )
         weights = next(iter(ctx.saved_tensors), None)
         cores, module = ctx.cores, ctx.module
-        if ctx.versions != [core._version for core in cores]:
+        if ctx.versions != [version_of(core) for core in cores]:
             raise RuntimeError(
                 "cores must be those of the forward pass in its backward, but they were modified "
                 "in between: their gradient depends on them, so let every lookup's backward run "
