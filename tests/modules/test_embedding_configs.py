@@ -129,6 +129,7 @@ def regular(**arguments: Any) -> EmbeddingBagConfig:
     ("tables", "is_weighted", "message"),
     [
         ([regular(), regular()], False, "distinct names, got 't' twice"),
+        ([regular(num_embeddings=2**62)], False, r"below 2\^61 for a regular table, got 46.*'t'"),
         ([regular(data_type=DataType.INT8)], False, "data_type must be one of"),
         ([regular(data_type=DataType.BF16)], False, "data_type must be one of"),
         ([regular(data_type="fp32")], False, "data_type must be one of .*got 'fp32'"),

@@ -81,7 +81,11 @@ def test_huge_tables_keep_their_digits() -> None:
     ("kwargs", "message"),
     [
         ({"zipf_exponent": -0.1}, "zipf_exponent must not be negative, got -0.1"),
+        ({"zipf_exponent": "1"}, "zipf_exponent must not be negative, got '1'"),
         ({"histogram": ()}, "histogram must have positive"),
+        ({"histogram": ((float("nan"), 1.0),)}, "histogram must have positive"),
+        ({"histogram": [(1, 1.0)]}, "histogram must be a tuple of pairs"),
+        ({"histogram": (1, 1.0)}, "histogram must be a tuple of pairs"),
         ({"histogram": ((1, 0.5), (2, 0.4))}, "shares that add up to 1, got 0.9"),
         ({"histogram": ((2, 0.4), (1, 0.6))}, "most popular ids first"),
     ],

@@ -6,6 +6,7 @@ rank, before any collective.
 
 import copy
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -164,6 +165,11 @@ def shardable_parameters(module: TTCollection) -> dict[str, nn.Parameter]:
 
 def _logical_weight(module: TTCollection, config: TTTableConfig) -> nn.Parameter:
     size = (config.num_embeddings, config.embedding_dim)
+    if 4 * math.prod(size) >= 2**63:
+        raise ValueError(
+            "num_embeddings * embedding_dim must be below 2^61 for a sharded table, as TorchRec "
+            f"counts its bytes as rows, got {size[0]} * {size[1]} for table {config.name!r}"
+        )
     weight = nn.Parameter(torch.empty(size, dtype=config.core_dtype, device="meta"))
     cores = list(module.table_modules()[config.name].tt_cores)
     applied = applied_optimizer(cores, table=config.name)

@@ -33,6 +33,7 @@ _DENSE_ONLY = (  # fields of BaseEmbeddingConfig that speak of stored rows; a TT
     "enable_embedding_update",
     "stash_weights",
 )
+_MAX_WEIGHTS = 2**61  # of a regular table: their bytes are counted in 64 bits
 _POOLINGS = (PoolingType.SUM, PoolingType.MEAN)
 _DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's collections
 _TT_DATA_TYPES = (DataType.FP32, DataType.BF16, DataType.FP16)
@@ -240,6 +241,12 @@ def _check_each(tables: Sequence[BaseEmbeddingConfig], *, kind: type[BaseEmbeddi
             raise ValueError(
                 f"data_type must be one of {[str(t) for t in _DENSE_DATA_TYPES]}, "
                 f"got {table.data_type!r} for table {table.name!r}"
+            )
+        num_weights = table.num_embeddings * table.embedding_dim
+        if not isinstance(table, TTTableConfig) and num_weights >= _MAX_WEIGHTS:
+            raise ValueError(
+                "num_embeddings * embedding_dim must be below 2^61 for a regular table, got "
+                f"{table.num_embeddings} * {table.embedding_dim} for table {table.name!r}"
             )
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,11 @@ class Traffic:
     histogram: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.zipf_exponent < math.inf:
-            raise ValueError(f"zipf_exponent must not be negative, got {self.zipf_exponent}")
+        if (
+            not isinstance(self.zipf_exponent, numbers.Real)
+            or not 0 <= self.zipf_exponent < math.inf
+        ):
+            raise ValueError(f"zipf_exponent must not be negative, got {self.zipf_exponent!r}")
         if self.histogram is not None:
             _check_histogram(self.histogram)
 
@@ -161,7 +165,10 @@ def _beyond(groups: Sequence[tuple[float, float]], num_cached: float) -> list[tu
 
 
 def _check_histogram(histogram: tuple[tuple[float, float], ...]) -> None:
-    if not histogram or any(n <= 0 or share <= 0 for n, share in histogram):
+    is_tuple = isinstance(histogram, tuple)  # it is hashed
+    if not is_tuple or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in histogram):
+        raise ValueError(f"histogram must be a tuple of pairs in tuples, got {histogram!r:.80}")
+    if not histogram or not all(0 < n < math.inf and share > 0 for n, share in histogram):
         raise ValueError(
             f"histogram must have positive numbers of ids and shares, got {histogram[:8]}"
         )

@@ -6,10 +6,17 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
+from torchrec_tt.distributed.planner.constraints import check_constraints, check_topology
+from torchrec_tt.distributed.planner.shard_estimators import TTPerfEstimator, TTStorageEstimator
 from torchrec_tt.distributed.row_cache import row_cache_config
 from torchrec_tt.distributed.sharding_plan import (
     ROW_SPLITTING_TYPES,
@@ -19,7 +26,6 @@ from torchrec_tt.distributed.sharding_plan import (
     tt_collection,
 )
 from torchrec_tt.modules.embedding_configs import TTTableConfig
-from torchrec_tt.modules.embedding_modules import tt_configs
 
 
 def check_table_names(argument: str, names: Iterable[str], options: list[ShardingOption]) -> None:
@@ -40,7 +46,39 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     constraint asks for them do regular tables get, on the CPU, the types that split rows (pooled
     tables; TorchRec does not offer them) or data-parallel (sequence tables; FBGEMM cannot look
     them up).
+
+    Args:
+        topology: the devices.
+        batch_size: samples per rank and step.
+        constraints: by table.
+        estimator: of time and storage; None is a TTPerfEstimator and a TTStorageEstimator.
+        kwargs: further arguments of EmbeddingEnumerator.
+
+    Raises:
+        ValueError: for constraints that no table can have, or an estimator of TorchRec, none of
+            which knows TT tables.
     """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_topology(topology)
+        check_constraints(constraints, device=topology.compute_device)
+        if estimator is None:
+            perf = TTPerfEstimator(topology, constraints)
+            estimator = [perf, TTStorageEstimator(topology, constraints)]
+        for one in estimator if isinstance(estimator, list) else [estimator]:
+            if type(one).__module__.startswith("torchrec."):
+                raise ValueError(
+                    "estimator must know Tensor-Train tables, as TTPerfEstimator(stock=...) and "
+                    f"TTStorageEstimator(stock=...) make one do, got {type(one).__name__}"
+                )
+        super().__init__(topology, batch_size, constraints, estimator, **kwargs)
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -48,31 +86,48 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         """Returns the options of all tables, with estimates.
 
         Raises:
-            ValueError: if a constraint asks of a TT table what it cannot have, or names a table
-                that no sharder shards.
+            ValueError: if a constraint asks of a table what it cannot have, or names a table that
+                no sharder shards.
         """
         collections = [c for m in module.modules() if (c := tt_collection(m)) is not None]
-        self._check_constraints([t for c in collections for t in tt_configs(c.table_configs())])
+        for table in (table for c in collections for table in c.table_configs()):
+            self._check_constraints(table)
         options = super().enumerate(module, sharders)
         check_table_names("constraints", self._constraints or {}, options)
         return options
 
-    def _check_constraints(self, tables: list[TTTableConfig]) -> None:
-        for table in tables:
-            name = table.name
-            constraints = (self._constraints or {}).get(name)
-            if constraints is None:
-                continue
-            cache_params = constraints.cache_params
-            row_cache_config(table, cache_params)
-            for sharding_type in constraints.sharding_types or []:
-                check_sharding_type(table, sharding_type, cache_params=cache_params)
-            kernels = constraints.compute_kernels
-            if kernels and TT_COMPUTE_KERNEL not in kernels:
+    def _check_constraints(self, table: BaseEmbeddingConfig) -> None:
+        constraints, name = (self._constraints or {}).get(table.name), table.name
+        if constraints is None:
+            return
+        given, features = constraints.pooling_factors, table.feature_names
+        if len(given) not in (1, len(features)):
+            raise ValueError(
+                f"pooling_factors must have one entry, or one for each of the features {features}, "
+                f"got {given} for table {name!r}"
+            )
+        cache_params, kernels = constraints.cache_params, constraints.compute_kernels or []
+        if not isinstance(table, TTTableConfig):
+            load_factor = cache_params.load_factor if cache_params is not None else None
+            if load_factor is not None and not 0 < load_factor <= 1:
                 raise ValueError(
-                    f"compute_kernels must have {TT_COMPUTE_KERNEL!r} or be unset for a "
-                    f"Tensor-Train table, got {kernels} for table {name!r}"
+                    "cache_params.load_factor must be in (0, 1], got "
+                    f"{load_factor} for table {name!r}"
                 )
+            if kernels and not set(kernels) - {TT_COMPUTE_KERNEL}:
+                raise ValueError(
+                    f"compute_kernels must have another than {TT_COMPUTE_KERNEL!r}, the one of "
+                    f"Tensor-Train tables, got {kernels} for the regular table {name!r}"
+                )
+            return
+        row_cache_config(table, cache_params)
+        for sharding_type in constraints.sharding_types or []:
+            check_sharding_type(table, sharding_type, cache_params=cache_params)
+        if kernels and TT_COMPUTE_KERNEL not in kernels:
+            raise ValueError(
+                f"compute_kernels must have {TT_COMPUTE_KERNEL!r} or be unset for a "
+                f"Tensor-Train table, got {kernels} for table {name!r}"
+            )
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
         """Notes whose options come next: the filters below are told the table's name alone.

@@ -9,11 +9,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer
+from torchrec.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    GreedyProposer,
+    GridSearchProposer,
+)
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
+    Proposer,
     ShardingOption,
     Topology,
 )
@@ -260,8 +265,8 @@ def tt_planner(
         kwargs: further arguments of EmbeddingShardingPlanner (`debug` is off by default).
 
     Raises:
-        ValueError: if `batch_size` is not a positive integer, or the hardware is unknown or of
-            another device.
+        ValueError: if `batch_size` is not a positive integer, the hardware is unknown or of
+            another device, or constraints or traffic have what no table can.
 
     Example:
         >>> planner = tt_planner(Topology(world_size=2, compute_device="cpu"), batch_size=128)
@@ -295,7 +300,11 @@ def tt_planner(
 
 
 def _check_arguments(
-    enumerator: Any = None, timeout_seconds: float | None = None, **kwargs: Any
+    topology: Topology | None = None,
+    enumerator: Any = None,
+    proposer: Proposer | list[Proposer] | None = None,
+    timeout_seconds: float | None = None,
+    **kwargs: Any,
 ) -> None:
     if enumerator is not None and not isinstance(enumerator, TTEmbeddingEnumerator):
         raise ValueError(
@@ -305,6 +314,18 @@ def _check_arguments(
     is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     if timeout_seconds is not None and not (is_number and timeout_seconds > 0):
         raise ValueError(f"timeout_seconds must be positive or None, got {timeout_seconds!r}")
+    for one in proposer if isinstance(proposer, list) else [proposer]:
+        if one is not None and not isinstance(one, Proposer):
+            raise ValueError(f"proposer must be a Proposer or a list of them, got {one!r}")
+        if (
+            isinstance(one, DynamicProgrammingProposer)
+            and topology is not None
+            and not any(device.storage.hbm for device in topology.devices)
+        ):
+            raise ValueError(
+                "proposer must not be a DynamicProgrammingProposer where devices have no HBM, "
+                f"which it shares out, got one for {topology.compute_device!r}"
+            )
 
 
 def _options_of(plan: ShardingPlan, options: list[ShardingOption]) -> list[ShardingOption]:
@@ -353,6 +374,10 @@ def _collections(module: nn.Module) -> list[tuple[str, nn.Module, TTCollection]]
 
 
 def _check_sharders(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+    if not isinstance(sharders, list | tuple) or not all(
+        isinstance(sharder, ModuleSharder) for sharder in sharders
+    ):
+        raise ValueError(f"sharders must be a list of ModuleSharders, got {sharders!r}")
     known = {sharder.module_type: sharder for sharder in sharders}
     for path, child, collection in _collections(module):
         name = type(collection).__name__

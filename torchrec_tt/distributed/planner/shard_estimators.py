@@ -26,6 +26,11 @@ from torchrec.distributed.types import ShardingType
 from torchrec.distributed.utils import merge_fused_params, optimizer_type_to_emb_opt_type
 
 from torchrec_tt.distributed.fused_optimizer import core_optimizer_config
+from torchrec_tt.distributed.planner.constraints import (
+    check_constraints,
+    check_topology,
+    check_traffic,
+)
 from torchrec_tt.distributed.planner.hardware import (
     Hardware,
     find_hardware,
@@ -149,6 +154,7 @@ class TTStorageEstimator(_TTEstimator):
         stock: ShardEstimator | None = None,
         traffic: dict[str, Traffic] | None = None,
     ) -> None:
+        _check_told(topology, constraints, traffic)
         stock = stock or EmbeddingStorageEstimator(topology, constraints)
         super().__init__(topology, constraints, stock=stock, traffic=traffic)
 
@@ -227,6 +233,7 @@ class TTPerfEstimator(_TTEstimator):
         hardware: Hardware | str | None = None,
         traffic: dict[str, Traffic] | None = None,
     ) -> None:
+        _check_told(topology, constraints, traffic)
         self.hardware = find_hardware(hardware, device=topology.compute_device)
         stock = stock or stock_perf_estimator(topology, constraints, self.hardware)
         super().__init__(topology, constraints, stock=stock, traffic=traffic)
@@ -280,6 +287,12 @@ class TTPerfEstimator(_TTEstimator):
             prefetch_compute=0.0,
             input_dist_comms=dense.perf.input_dist_comms,
         )
+
+
+def _check_told(topology: Topology, constraints: object, traffic: object) -> None:
+    check_topology(topology)
+    check_constraints(constraints, device=topology.compute_device)
+    check_traffic(traffic)
 
 
 def _as_dense(option: ShardingOption) -> ShardingOption:
