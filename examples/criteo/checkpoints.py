@@ -8,7 +8,7 @@ import dataclasses
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _METADATA_FILE = ".metadata"  # of torch.distributed.checkpoint
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be read; its text is a line that names it."""
+    """A checkpoint that cannot be read or written; its text is a line that names it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,28 +131,32 @@ def save(
     """Writes a checkpoint and removes all but the newest `keep`; a collective.
 
     Raises:
-        CheckpointException: if it cannot be written; those before stay.
+        CheckpointError: if it cannot be written; on every rank; those before stay.
     """
     path = folder / str(progress.step)
-    if dist.get_rank() == 0:
+    run = {
+        "ranks": dist.get_world_size(),
+        "settings": settings,
+        "sharding_types": sharding_types,
+        "progress": dataclasses.asdict(progress),
+    }
+
+    def begin() -> None:
         shutil.rmtree(path, ignore_errors=True)  # what a run left that died in this save
         path.mkdir(parents=True)
-        run = {
-            "ranks": dist.get_world_size(),
-            "settings": settings,
-            "sharding_types": sharding_types,
-            "progress": dataclasses.asdict(progress),
-        }
         (path / _RUN_FILE).write_text(json.dumps(run))
-    dist.barrier()
+
+    _on_first_rank(begin, path=path)
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "rng": {str(dist.get_rank()): torch.get_rng_state()},
     }
-    dcp.save(state, checkpoint_id=path)
-    if dist.get_rank() == 0:
-        _remove_old(folder, keep=keep)
+    try:
+        dcp.save(state, checkpoint_id=path)
+    except CheckpointException as error:
+        raise CheckpointError(_unwritten(path, _first_failure(error))) from None
+    _on_first_rank(lambda: _remove_old(folder, keep=keep), path=path)
 
 
 def restore(saved: Saved, *, model: nn.Module, optimizer: KeyedOptimizer) -> Progress:
@@ -168,8 +172,7 @@ def restore(saved: Saved, *, model: nn.Module, optimizer: KeyedOptimizer) -> Pro
     try:
         checkpoint.load(state, model=model, checkpoint_id=saved.path)
     except CheckpointException as error:
-        first = min(error.failures)
-        raise CheckpointError(_damaged(saved.path, error.failures[first][0])) from None
+        raise CheckpointError(_damaged(saved.path, _first_failure(error))) from None
     except (pickle.UnpicklingError, EOFError, OSError) as error:
         raise CheckpointError(_damaged(saved.path, error)) from None
     optimizer.load_state_dict(state["optimizer"])
@@ -178,9 +181,39 @@ def restore(saved: Saved, *, model: nn.Module, optimizer: KeyedOptimizer) -> Pro
     return Progress(**saved.progress)
 
 
+def _on_first_rank(action: Callable[[], None], *, path: Path) -> None:
+    """Runs it on rank 0; what fails there fails on every rank."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = [_unwritten(path, error)]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    return error.failures[min(error.failures)][0]
+
+
 def _damaged(path: Path, error: BaseException) -> str:
+    return f"{path} must be a whole checkpoint, got {_reason(error)}"
+
+
+def _unwritten(path: Path, error: BaseException) -> str:
+    """PyTorch's file writer loses the system's reason, so the free space is said too."""
+    free = shutil.disk_usage(path.parent).free
+    return (
+        f"checkpoint {path} cannot be written, those before it stay: {_reason(error)} "
+        f"({free / 1e6:.0f} MB free on its disk)"
+    )
+
+
+def _reason(error: BaseException) -> str:
     (reason, *_) = str(error).splitlines() or [type(error).__name__]
-    return f"{path} must be a whole checkpoint, got {reason}"
+    return reason
 
 
 def _remove_old(folder: Path, *, keep: int) -> None:

@@ -7,12 +7,13 @@ that script has and this one cannot do is refused with the reason.
 # ruff: noqa: RUF009 (_flag is dataclasses.field)
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from baselines import HASHED, Compression
@@ -154,7 +155,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
     for what they cannot be.
     """
     parser = _parser()
-    given = vars(parser.parse_args(argv))
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_no_flag(unknown[0]))
+    given = vars(found)
     config = given.pop("config", None)
     try:
         content = {} if config is None else read_config(Path(config))
@@ -168,10 +172,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: for a file that is no YAML mapping, or a key or value that no flag has; names
-            the file and the nearest flag.
+            the file and the nearest flag; for a file of tables.
         OSError: for a file that cannot be read.
     """
     content = load_yaml(path)
+    if isinstance(content, dict) and isinstance(content.get("tables"), list):
+        raise ValueError(
+            f"--config must be a file of flags, {path} has tables: give it to --tables"
+        )
     try:
         _parsed(content)
     except ValueError as error:
@@ -206,9 +214,25 @@ def _overridden(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in config.items() if name not in excluded} | given
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Ends with one line: every rank says it."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _no_flag(text: str) -> str:
+    if not text.startswith("--"):
+        return f"must be given flags only, got {text}"
+    names = [f"--{field.name}" for field in dataclasses.fields(Flags)]
+    name, _, _ = text.partition("=")
+    (near,) = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"must be given flags that there are, got {text}; the nearest is {near}"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train.py",
+        usage="train.py [--config FILE] [--FLAG VALUE ...]",
         description="Train a DLRM with Tensor-Train tables on Criteo rows.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -67,7 +67,7 @@ def train(training: Training) -> None:
     Raises:
         FloatingPointError: if the loss is not finite; on every rank.
         RowsError: if rows cannot be read; on the rank that read them.
-        CheckpointException: if a checkpoint cannot be written.
+        CheckpointError: if a checkpoint cannot be written; on every rank.
     """
     while training.progress.epoch < training.flags.epochs:
         _train_epoch(training)

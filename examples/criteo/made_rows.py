@@ -212,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--signal", choices=("digits", "rows"), default="digits")
     parser.add_argument("--scatter", action="store_true", help="spread ids over 32 bits")
     args = parser.parse_args(argv)
+    for name, least in (("rows", 1), ("seed", 0)):
+        if not least <= getattr(args, name) < 2**63:
+            parser.error(f"--{name} must be in [{least}, 2^63), got {getattr(args, name)}")
     sizes = {"kaggle": KAGGLE_NUM_EMBEDDINGS, "terabyte": TERABYTE_NUM_EMBEDDINGS}[args.tables]
     largest = sorted(range(NUM_CATS), key=lambda column: -sizes[column])
     rows = MadeRows(
@@ -221,7 +224,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=args.seed,
         signal=args.signal,
     )
-    best = write_made_rows(args.output, rows, is_scattered=args.scatter)
+    try:
+        best = write_made_rows(args.output, rows, is_scattered=args.scatter)
+    except OSError as error:
+        error.filename = str(args.output)
+        sys.stderr.write(f"made_rows.py: error: {error}\n")
+        sys.exit(1)
     sys.stdout.write(f"{args.output}: {args.rows} rows, best reachable AUROC {best:.4f}\n")
 
 

@@ -179,7 +179,7 @@ def _second_pass(
         ends = NPY_HEADER_BYTES + np.cumsum([0, *lengths]) * row_bytes
         num_done = int(np.searchsorted(ends, size, side="right")) - 1
         if num_done < 0:
-            path.write_bytes(npy_header("<i4", num_rows=sum(lengths), width=NUM_CATS))
+            _write_whole(path, npy_header("<i4", num_rows=sum(lengths), width=NUM_CATS))
             num_done = 0
         elif size > ends[num_done]:
             os.truncate(path, ends[num_done])

@@ -1,6 +1,7 @@
 """Where a step's time goes: the wait for rows, and torch.profiler's table and trace."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,10 @@ def profiled(path: Path | None) -> Iterator[Any]:
 
     def on_trace_ready(found: profile) -> None:
         if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)
             found.export_chrome_trace(str(path))
+            if not path.exists():  # which the profiler only logs
+                sys.stderr.write(f"warning: {path} cannot be written\n")
             table = found.key_averages().table(
                 sort_by="self_cpu_time_total", row_limit=_ROWS_OF_TABLE, max_name_column_width=60
             )

@@ -129,11 +129,19 @@ def npy_header(dtype: str, *, num_rows: int, width: int) -> bytes:
 
 
 def append(path: Path, data: bytes | NDArray) -> None:
-    """Appends to a file and waits until the disk has it."""
-    with path.open("ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Appends to a file and waits until the disk has it.
+
+    Raises:
+        OSError: if it cannot be written; names it.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 class _Segment:

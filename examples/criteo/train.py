@@ -52,7 +52,6 @@ from report import (
 from schedule import Schedule
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.distributed.planner.types import PlannerError
 
@@ -88,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             _show(plan(flags, trained_tables(flags, configs)))
             dist.destroy_process_group()
             return
-        log = Log(flags.tensorboard_dir)
         for folder in (flags.output_dir, flags.checkpoint_dir):
             if folder is not None:
                 check_writable(Path(folder))
+        log = Log(flags.tensorboard_dir)
         rows = open_rows(flags, configs)
         trained = trained_tables(flags, configs)
         models = [model_of(flags, trained, rows=rows)]
@@ -101,15 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(error)
     try:
         metrics = run(flags, models, rows=rows, log=log)
-    except (PlannerError, FloatingPointError, RowsError, OSError) as error:
+        if dist.get_rank() == 0:
+            _report(flags, metrics)
+    except (PlannerError, FloatingPointError, RowsError, CheckpointError, OSError) as error:
         _exit(error)
-    except (CheckpointError, CheckpointException) as error:
-        _exit(error)
-    if dist.get_rank() == 0:
-        metrics = {"data": flags.data, **metrics}
-        print(summary(metrics), flush=True)
-        text = json.dumps(without_nan(metrics), indent=2, allow_nan=False)
-        (Path(flags.output_dir) / "metrics.json").write_text(text + "\n")
     log.close()
     dist.destroy_process_group()
 
@@ -121,8 +115,7 @@ def run(flags: Flags, models: list[Model], *, rows: CriteoDataset, log: Log) -> 
         PlannerError: if the tables do not fit the ranks.
         FloatingPointError: if the loss is not finite.
         RowsError: if rows cannot be read.
-        CheckpointException: if a checkpoint cannot be written.
-        CheckpointError: if a checkpoint cannot be read.
+        CheckpointError: if a checkpoint cannot be read or written.
         OSError: if a file cannot be written.
     """
     if dist.get_rank() == 0:
@@ -214,6 +207,19 @@ def train_and_test(flags: Flags, model: Model, *, rows: CriteoDataset, log: Log)
         row_caches=row_cache_report(sharded),
         quality=evaluate(training, "test", limit=flags.limit_test_batches),
     )
+
+
+def _report(flags: Flags, metrics: dict[str, Any]) -> None:
+    """Prints the summary and writes `metrics.json`."""
+    metrics = {"data": flags.data, **metrics}
+    print(summary(metrics), flush=True)
+    path = Path(flags.output_dir) / "metrics.json"
+    text = json.dumps(without_nan(metrics), indent=2, allow_nan=False)
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def _scores(outcome: Outcome) -> dict[str, Any]:

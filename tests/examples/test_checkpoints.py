@@ -153,6 +153,27 @@ def test_a_damaged_checkpoint_is_named_in_one_line(whole, tmp_path, name, messag
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("reason", ["the disk is full", "a file is in its place"])
+def test_a_checkpoint_that_cannot_be_written_is_named_in_one_line(
+    whole, tmp_path, limit_files, reason
+):
+    copy(whole, tmp_path, [16])
+    path = tmp_path / "checkpoints/20"
+    if reason == "the disk is full":
+        limit_files(100_000)
+    else:
+        path.touch()
+    process = start("--resume", folder=tmp_path, ranks=2)
+    _, text = process.communicate(timeout=240)
+    assert process.returncode == 1
+    (line,) = {line for line in text.splitlines() if "train.py: error: " in line}  # of both ranks
+    start_of_line = f"train.py: error: checkpoint {path} cannot be written, those before it stay: "
+    assert line.startswith(start_of_line)
+    assert "MB free on its disk" in line
+    assert 'train.py", line' not in text  # no traceback of ours
+    assert (tmp_path / "checkpoints/16/.metadata").exists()
+
+
 def test_folders_of_other_names_stay(whole, tmp_path):
     copy(whole, tmp_path, [16])
     shutil.copytree(whole / "checkpoints/16", tmp_path / "checkpoints/best")

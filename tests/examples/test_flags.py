@@ -16,7 +16,9 @@ def refused(flags, capsys):
     with pytest.raises(SystemExit) as caught:
         parse_args(flags)
     assert caught.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: error: ")
+    return line
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,13 @@ def refused(flags, capsys):
             ["--compression", "none", "--compare_dense"],
             "--compare_dense must be left out of --compression none",
         ),
-        (["--learning", "1"], "unrecognized arguments: --learning 1"),
+        (["--learning", "1"], "must be given flags that there are, got --learning; the nearest is"),
+        (["--batchsize=1"], "got --batchsize=1; the nearest is --batch_size"),
+        (["rows.tsv"], "must be given flags only, got rows.tsv"),
+        (
+            ["--config", str(CONFIGS.parent / "kaggle_tables.yaml")],
+            "kaggle_tables.yaml has tables: give it to --tables",
+        ),
     ],
 )
 def test_flags_that_cannot_be_exit_with_one_line(capsys, flags, message):

@@ -35,3 +35,21 @@ def test_a_folder_that_cannot_be_written_is_found_early(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         log.check_writable(tmp_path / "file" / "folder")
+
+
+def test_a_disk_that_is_full_is_found_early(tmp_path, limit_files):
+    limit_files(100)
+    with pytest.raises(OSError, match=f"File too large: '{tmp_path}'"):
+        log.check_writable(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_ends_with_a_warning_where_the_disk_becomes_full(tmp_path, limit_files, capfd):
+    found = log.Log(str(tmp_path))
+    limit_files(200)
+    for step in range(20):
+        found.scalars("train", {"loss": 1.0}, step=step)
+    found.close()
+    found.scalars("train", {"loss": 1.0}, step=20)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"warning: --tensorboard_dir {tmp_path} ends here: [Errno 27] File too large"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from blocks import concatenate
 from data import KAGGLE_NUM_EMBEDDINGS, made_dataset, open_dataset
-from made_rows import MadeRows, write_made_rows
+from made_rows import MadeRows, main, write_made_rows
 from torchmetrics.functional.classification import binary_auroc
 
 SMALL = (200,) * 26
@@ -132,3 +132,24 @@ def test_best_auroc_is_that_of_the_true_probabilities(signal):
     labels, chances = made._labels(0)
     exact = binary_auroc(torch.from_numpy(chances), torch.from_numpy(labels)).item()
     assert made.best_auroc(range(len(labels))) == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rows", "0", "--output", "made.tsv"], "--rows must be in [1, 2^63), got 0"),
+        (["--seed", "-1", "--output", "made.tsv"], "--seed must be in [0, 2^63), got -1"),
+        (["--output", "nowhere/made.tsv"], "No such file or directory: 'nowhere/made.tsv'"),
+        (["--output", "."], "Is a directory: '.'"),
+        (["--output", "/dev/full"], "No space left on device: '/dev/full'"),
+    ],
+)
+def test_a_script_that_cannot_write_ends_with_one_line(
+    tmp_path, monkeypatch, capsys, flags, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["--rows", "500", *flags])
+    assert caught.value.code != 0
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())

@@ -219,6 +219,18 @@ def test_u71_memory_does_not_grow_with_the_rows_and_stays_below_the_formula(tmp_
     assert peaks[1] * 1e6 < 150e6 + 500 * 10_000 + 8 * sum(SIZES) + 32 * max(SIZES)
 
 
+def test_a_full_disk_names_the_file_and_the_run_goes_on_once_there_is_room(
+    tmp_path, capsys, limit_files
+):
+    source, out = made(tmp_path / "rows"), tmp_path / "out"
+    once = contents(prepared(source, tmp_path / "once", "--segment_rows", 500))
+    limit_files(100_000)
+    text = error_of(capsys, source, out, "--segment_rows", 500)
+    assert text.endswith(f"File too large: '{out}.partial/train_ids.bin'")
+    limit_files(-1)
+    assert contents(prepared(source, out, "--segment_rows", 500)) == once
+
+
 def test_bad_lines_are_left_out_shown_and_counted(tmp_path, capsys):
     rows = numbered(100)
     bad = [text for text, _ in FAULTS[:12]]

@@ -137,6 +137,17 @@ def test_malformed_line_ends_the_job_with_one_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_full_disk_at_the_end_is_one_line(tmp_path, limit_files):
+    limit_files(4096)
+    run = train(*SMALL_FLAGS, "--output_dir", str(tmp_path), ranks=1)
+    assert run.returncode == 1
+    assert run.stdout.startswith("AUROC 0.")
+    expected = f"train.py: error: [Errno 27] File too large: '{tmp_path}/metrics.json'"
+    assert run.stderr.splitlines()[-1] == expected
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
 def test_loss_that_is_not_finite_ends_the_job_with_one_line(tmp_path):  # U65
     (tmp_path / "metrics.json").write_text("of an earlier run")
     flags = ("--no-adagrad", "--learning_rate", "1e30")
