@@ -41,9 +41,6 @@ struct HeadMap {
   int64_t num_slots;
 };
 
-// Raises what CUDA reports.
-void check_cuda(cudaError_t error);
-
 // Cuts pieces, 256 bytes aligned, from a workspace; from null it only counts the bytes.
 struct Workspace {
   char* base = nullptr;

@@ -1,5 +1,6 @@
 #include "context.h"
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -73,9 +74,11 @@ Faults faults_of(int32_t device) {
 }
 
 std::string take(FaultRecord* record) {
-  const volatile FaultRecord* r = record;
-  const auto fault = static_cast<Fault>(r->fault);
+  const std::lock_guard lock(mutex);
+  const std::atomic_ref<int64_t> what(record->fault);  // the device writes it last
+  const auto fault = static_cast<Fault>(what.load(std::memory_order_acquire));
   if (fault == Fault::kNone) return "";
+  const FaultRecord* r = record;
   std::ostringstream text;
   if (fault == Fault::kBadId) {
     text << "indices must be in [0, " << r->limit << ") for the lookup's table number " << r->table
@@ -89,7 +92,8 @@ std::string take(FaultRecord* record) {
     text << "offsets must end at the number of indices, " << r->limit << ", got " << r->value;
   }
   text << ", in an earlier batch on this device";
-  *record = {};
+  // The rest is the device's to write from here on.
+  what.store(static_cast<int64_t>(Fault::kNone), std::memory_order_release);
   return text.str();
 }
 

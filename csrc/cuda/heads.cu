@@ -7,9 +7,9 @@ namespace {
 
 // One thread a prefix. Whoever meets a head first gives it a place; which place shows nowhere.
 __global__ void __launch_bounds__(kThreads, kManyBlocks) find_heads(Call call, HeadMap map) {
-  const int num_prefixes = static_cast<int>(call.plan.counts[2]);
-  for (int q = blockIdx.x * kThreads + threadIdx.x; q < num_prefixes; q += gridDim.x * kThreads) {
-    const int64_t key = first_key(call.plan, q);
+  const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (int64_t q = first; q < call.plan.counts[2]; q += int64_t{gridDim.x} * kThreads) {
+    const int64_t key = first_key(call.plan, static_cast<int>(q));
     const int table = table_of(call, key);
     const Table& t = call.tables[table].table;
     if (t.num_cores != 4) continue;

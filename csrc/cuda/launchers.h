@@ -13,6 +13,9 @@
 
 namespace torchrec_tt::cuda {
 
+// Raises what CUDA reports.
+void check_cuda(cudaError_t error);
+
 // How the elements of a core are kept; sums are always float32.
 enum class Storage : int { kFloat32, kBFloat16, kFloat16 };
 

@@ -277,9 +277,9 @@ struct Workspace {
     marks = keys;  // the keys are sorted by then
     size_t scan_bytes = 0;
     if (n > 0) {
-      cub::DeviceRadixSort::SortPairs(nullptr, temporary_bytes, keys, sorted_keys, places,
-                                      call.order, n, 0, bits_of_keys(call));
-      cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, marks, marks, n);
+      check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, temporary_bytes, keys, sorted_keys, places,
+                                                 call.order, n, 0, bits_of_keys(call)));
+      check_cuda(cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, marks, marks, n));
     }
     temporary_bytes = temporary_bytes < scan_bytes ? scan_bytes : temporary_bytes;
     temporary = take<char>(static_cast<int64_t>(temporary_bytes));
@@ -327,10 +327,10 @@ void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
   if (n > 0) {
     TT_LAUNCH((write_keys<Index, Offset>), blocks_for(n), kThreads, 0, stream, keys, indices,
               offsets, w.keys, w.places, w.found);
-    cub::DeviceRadixSort::SortPairs(w.temporary, w.temporary_bytes, w.keys, w.sorted_keys, w.places,
-                                    call.order, n, 0, bits_of_keys(call), stream);
+    check_cuda(cub::DeviceRadixSort::SortPairs(w.temporary, w.temporary_bytes, w.keys, w.sorted_keys,
+                                               w.places, call.order, n, 0, bits_of_keys(call), stream));
     TT_LAUNCH(mark_rows, blocks_for(n), kThreads, 0, stream, keys, w.sorted_keys, w.marks);
-    cub::DeviceScan::InclusiveSum(w.temporary, w.temporary_bytes, w.marks, w.marks, n, stream);
+    check_cuda(cub::DeviceScan::InclusiveSum(w.temporary, w.temporary_bytes, w.marks, w.marks, n, stream));
   }
   const PlanTensors plan{call.order,      call.inverse,       call.row_keys,
                          call.row_starts, call.prefix_starts, call.counts};

@@ -7,6 +7,9 @@
 namespace torchrec_tt::cuda {
 namespace {
 
+// Kernels number indices, rows and prefixes by int and step at most a warp's width past the last one.
+constexpr int64_t kMaxIndices = std::numeric_limits<int32_t>::max() - 32;
+
 CheckMode mode_of(const std::string& name) {
   if (name == "fatal") return CheckMode::kFatal;
   if (name == "warning") return CheckMode::kWarning;
@@ -36,8 +39,7 @@ std::vector<Tensor> plan(const Tensor& indices, const Tensor& offsets,
   call.has_long_offsets = is_int64(offsets, "offsets");
   const Features features(feature_tables, call.tables, offsets.numel());
   const int64_t n = call.num_indices = indices.numel();
-  TT_CHECK(n < std::numeric_limits<int32_t>::max(), "indices must have less than 2^31 entries, got ",
-           n);
+  TT_CHECK(n <= kMaxIndices, "indices must have at most ", kMaxIndices, " entries on CUDA, got ", n);
   call.mode = mode_of(check_mode);
   for (const TTShape& table : call.tables) {
     TT_CHECK(call.has_long_indices || table.num_rows - 1 <= std::numeric_limits<int32_t>::max(),

@@ -1,6 +1,7 @@
 // A stand-in on the CPU for the device-wide algorithms of CUB that csrc/cuda uses, called alike:
 // first without temporary storage, to learn its size, then with it. As CUB does, they may write all
-// of the storage, and the sort is stable and looks at the given bits alone.
+// of the storage, and the sort is stable and looks at the given bits alone. A test can let
+// any call fail.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +34,7 @@ struct DeviceRadixSort {
                                const Value* values_in, Value* values_out, Count num_items,
                                int begin_bit = 0, int end_bit = sizeof(Key) * 8,
                                cudaStream_t = nullptr) {
+    if (const cudaError_t error = cuda_emulation_cub_error()) return error;
     if (emulation::is_question(storage, bytes, num_items + 256)) return cudaSuccess;
     const uint64_t mask = (end_bit >= 64 ? ~uint64_t{0} : (uint64_t{1} << end_bit) - 1) >>
                           begin_bit << begin_bit;
@@ -53,34 +55,9 @@ struct DeviceScan {
   template <typename In, typename Out, typename Count>
   static cudaError_t InclusiveSum(void* storage, size_t& bytes, const In* in, Out* out,
                                   Count num_items, cudaStream_t = nullptr) {
+    if (const cudaError_t error = cuda_emulation_cub_error()) return error;
     if (emulation::is_question(storage, bytes, 256)) return cudaSuccess;
     std::partial_sum(in, in + num_items, out);
-    return cudaSuccess;
-  }
-
-  template <typename In, typename Out, typename Count>
-  static cudaError_t ExclusiveSum(void* storage, size_t& bytes, const In* in, Out* out,
-                                  Count num_items, cudaStream_t = nullptr) {
-    if (emulation::is_question(storage, bytes, 256)) return cudaSuccess;
-    std::exclusive_scan(in, in + num_items, out, Out{});
-    return cudaSuccess;
-  }
-};
-
-struct DeviceRunLengthEncode {
-  template <typename In, typename Unique, typename Length, typename NumRuns, typename Count>
-  static cudaError_t Encode(void* storage, size_t& bytes, const In* in, Unique* unique,
-                            Length* lengths, NumRuns* num_runs, Count num_items,
-                            cudaStream_t = nullptr) {
-    if (emulation::is_question(storage, bytes, 256)) return cudaSuccess;
-    *num_runs = 0;
-    for (Count i = 0; i < num_items; i++) {
-      if (i == 0 || !(in[i] == in[i - 1])) {
-        unique[*num_runs] = in[i];
-        lengths[(*num_runs)++] = 0;
-      }
-      lengths[*num_runs - 1]++;
-    }
     return cudaSuccess;
   }
 };

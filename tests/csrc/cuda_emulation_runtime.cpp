@@ -25,6 +25,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
                                                                 : 0;
   return cudaSuccess;
 }
+cudaError_t cuda_emulation_cub_error() {
+  const bool fails = machine.cub_calls_to_failure > 0 && --machine.cub_calls_to_failure == 0;
+  return fails ? cudaErrorInvalidValue : cudaSuccess;
+}
 cudaError_t cuda_emulation_set_attribute(const void* kernel, cudaFuncAttribute, int value) {
   if (value > machine.shared_limit) return cudaErrorInvalidValue;
   machine.allowed_bytes[kernel] = value;
@@ -36,6 +40,7 @@ extern "C" {
 int emulation_num_launches() { return machine.num_launches; }
 void emulation_set_schedule(int seed) { machine.seed = seed; }
 void emulation_set_shared_limit(int bytes) { machine.shared_limit = bytes; }
+void emulation_fail_cub_call(int number) { machine.cub_calls_to_failure = number; }
 void emulation_disable_barrier(int site) { machine.disabled_site = site; }
 int emulation_num_barriers() { return static_cast<int>(machine.sites.size()); }
 const char* emulation_barrier(int site) { return machine.sites[site].c_str(); }

@@ -85,6 +85,7 @@ struct Emulation {
   int disabled_site = -1;
   int seed = 0;
   int num_launches = 0;
+  int cub_calls_to_failure = 0;  // 0: none fails
   int shared_limit = 99 << 10;
   std::string error, text;
 

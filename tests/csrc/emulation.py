@@ -47,6 +47,10 @@ class Emulation:
         """Says how much shared memory a block may have; 99 KiB at first, as on sm_120."""
         self.calls.emulation_set_shared_limit(num_bytes)
 
+    def fail_cub_call(self, number: int) -> None:
+        """Lets one of the next calls of CUB fail, the first of them is number 1; 0: none."""
+        self.calls.emulation_fail_cub_call(number)
+
     def check(self) -> None:
         """Raises EmulationError if a kernel that ran since the last check was at fault."""
         error = self.calls.emulation_take_error()

@@ -162,6 +162,36 @@ def test_u25_u32_a_fault_is_raised_later_and_once(indices, offsets, message, fir
     assert_equals_cpu(emulated, *good, lookup)
 
 
+def test_a_sort_or_scan_that_fails_raises(cuda_operators, emulated):
+    lookup = make_lookup("3 cores")
+    batch = Batch.draw(lookup)
+    try:
+        for number in range(1, 7):  # two sizes, asked for twice, then the sort and the scan
+            cuda_operators.fail_cub_call(number)
+            with pytest.raises(RuntimeError, match="invalid argument"):
+                emulated(batch.indices, batch.offsets, lookup)
+    finally:
+        cuda_operators.fail_cub_call(0)
+    assert_equals_cpu(emulated, batch.indices, batch.offsets, lookup)
+
+
+def test_more_indices_than_an_int_can_pass_are_refused(tmp_path, cuda_operators):
+    lookup = make_lookup("3 cores")
+    size = 2**31 - 32
+    path = tmp_path / "indices"
+    path.touch()
+    indices = torch.from_file(str(path), shared=True, size=size, dtype=torch.int32)  # all a hole
+    with pytest.raises(ValueError, match=f"at most {size - 1} entries on CUDA, got {size}"):
+        torch.ops.torchrec_tt_emulated.plan(
+            indices,
+            torch.tensor([0, size]),
+            lookup.encoded_tables,
+            lookup.feature_tables,
+            "fatal",
+            [],
+        )
+
+
 def test_a_shard_without_rows_has_no_row_0(emulated):
     shape = make_lookup("3 cores, rank 1").tables[0].shape
     empty = TTTable(name="t", shape=shape, row_offset=shape.num_embeddings, num_rows=0)
