@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{folder.path} must be one run's, another is at work") from None
-        _check_same(folder.path / "settings.json", settings)
+        is_resumed = _is_resumed(folder.path / "settings.json", settings)
         reading = Reading(
             paths=paths,
             prefixes=prefixes,
@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> None:
         _write_whole(folder.output("prepare.json"), text.encode())
         folder.output("").rename(args.output)
     shutil.rmtree(folder.path)
-    _say(report, num_bytes=sum(path.stat().st_size for path in paths), started=started)
+    read_bytes = None if is_resumed else sum(path.stat().st_size for path in paths)
+    _say(report, read_bytes=read_bytes, started=started)
 
 
 def _first_pass(reading: Reading, folder: Folder) -> None:
@@ -224,17 +225,21 @@ def _report(
     }
 
 
-def _say(report: dict[str, Any], *, num_bytes: int, started: float) -> None:
+def _say(report: dict[str, Any], *, read_bytes: int | None, started: float) -> None:
+    """Prints what was made, and how fast where one run did it all."""
     seconds = time.monotonic() - started
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_seconds = usage.ru_utime + usage.ru_stime
     sizes = ",".join(map(str, report["num_embeddings_per_feature"]))
     print(f"{sum(report['rows'].values())} rows, {report['bad_lines']} bad lines left out")
-    print(
-        f"{num_bytes / 1e6:.0f} MB in {seconds:.1f} s, {num_bytes / 1e6 / seconds:.1f} MB/s, "
-        f"{num_bytes / 1e6 / cpu_seconds:.1f} MB a second of the processor, "
-        f"{_peak_memory_bytes() / 1e6:.0f} MB of memory"
-    )
+    memory = f"{_peak_memory_bytes() / 1e6:.0f} MB of memory"
+    if read_bytes is None:
+        print(f"the rest of a killed run in {seconds:.1f} s, {memory}")
+    else:
+        print(
+            f"{read_bytes / 1e6:.0f} MB in {seconds:.1f} s, {read_bytes / 1e6 / seconds:.1f} MB/s, "
+            f"{read_bytes / 1e6 / cpu_seconds:.1f} MB a second of the processor, {memory}"
+        )
     print(f"--num_embeddings_per_feature {sizes}")
 
 
@@ -262,15 +267,17 @@ def _check_finished(output: Path, settings: dict[str, Any]) -> None:
     print(f"{output} is there already, made from the same input with the same flags")
 
 
-def _check_same(path: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings, or refuses those of a killed run that differ."""
+def _is_resumed(path: Path, settings: dict[str, Any]) -> bool:
+    """Returns whether a killed run is gone on with; writes the settings, or refuses others."""
     if not path.exists():
         _write_whole(path, json.dumps(settings).encode())
-    elif (found := _saved(path)) != settings:
+        return False
+    if (found := _saved(path)) != settings:
         raise ValueError(
             f"a killed run is gone on with by its own flags only; {path.parent} has "
             f"{_difference(found, settings)}: give those, or delete it"
         )
+    return True
 
 
 def _saved(path: Path) -> dict[str, Any]:

@@ -228,7 +228,9 @@ def test_a_full_disk_names_the_file_and_the_run_goes_on_once_there_is_room(
     text = error_of(capsys, source, out, "--segment_rows", 500)
     assert text.endswith(f"File too large: '{out}.partial/train_ids.bin'")
     limit_files(-1)
+    capsys.readouterr()
     assert contents(prepared(source, out, "--segment_rows", 500)) == once
+    assert "the rest of a killed run in " in capsys.readouterr().out  # no rate of all bytes
 
 
 def test_bad_lines_are_left_out_shown_and_counted(tmp_path, capsys):
