@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,34 @@ def test_a_cluster_of_gpus_is_planned_without_one(capsys, tmp_path):
     status, content = run(capsys, "plan", str(path))
     assert status == 0
     assert len(content["rank_ms"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("hardware", "message"),
+    [
+        ("v100", "hardware must be one of .* got 'v100'"),
+        ("h100", "hardware must be of .* 'cpu', got 'h100'"),
+        ("nowhere.yaml", "No such file or directory: 'nowhere.yaml'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan"], ["tune", "--budget", "1MB"]])
+def test_errors_of_the_hardware_name_the_model_file(command, hardware, message, capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL.replace("memory_gb: 1", f"hardware: {hardware}"))
+    status, content = run(capsys, *command, str(path))
+    assert status == 1
+    assert re.match(
+        f"{re.escape(str(path))}: {message}", content["error"].replace("[Errno 2] ", "")
+    )
+
+
+def test_a_misspelt_sharding_type_is_refused_with_file_and_table(capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text(MODEL.replace("tt_ranks: [8, 8]", "sharding_types: [row_wse]"))
+    status, content = run(capsys, "plan", str(path))
+    assert status == 1
+    assert f"{path}: tables['large'].sharding_types must be of [" in content["error"]
+    assert "got ['row_wse']" in content["error"]
 
 
 def test_what_does_not_fit_fails_and_says_what_would(capsys, tmp_path):

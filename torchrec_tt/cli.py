@@ -1,12 +1,13 @@
 """The `torchrec-tt` command."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ def plan(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     from torchrec_tt.model_file import read_model_file
 
     model = read_model_file(args.file)
-    planner, module, sharders = model.planner(), model.module(), model.sharders()
-    planner.plan(module, sharders)
+    module, sharders = model.module(), model.sharders()
+    with _named(args.file):
+        planner = model.planner()
+        planner.plan(module, sharders)
     report = planner.report(module, sharders)
     return dataclasses.asdict(report), report.table(), 0
 
@@ -63,6 +66,8 @@ def tune(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     from torchrec_tt.tuner import tune as tuned
 
     model = read_model_file(args.file)
+    with _named(args.file):
+        model.cluster.find_hardware()
     quality = None
     if args.sweep is not None:
         quality = quality_of_sweep(read_records(args.sweep), model)
@@ -169,6 +174,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _show(text)
     return status
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors of what the file says begin with its name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _planner_errors() -> tuple[type[Exception], ...]:

@@ -9,6 +9,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from torchrec_tt.distributed.embeddingbag import TTEmbeddingBagCollectionSharder
@@ -29,8 +30,10 @@ from torchrec_tt.schema import (
 from torchrec_tt.tt.factorize import RowStrategy
 from torchrec_tt.tt.traffic import CRITEO_EXPONENT, Traffic
 
+_TYPES = [kind.value for kind in ShardingType]
 Name = Annotated[str, Rule("not empty and without dots", lambda x: x != "" and "." not in x)]
 Names = Annotated[list[str], Rule("distinct, one or more", lambda x: 0 < len(set(x)) == len(x))]
+ShardingTypes = Annotated[Names, Rule(f"of {_TYPES}", lambda x: set(x) <= set(_TYPES))]
 WorldSize = Annotated[int, Rule("in [1, 16384]", lambda x: 1 <= x <= 2**14)]
 PoolingFactor = Annotated[Positive, Rule("at most 2^31", lambda x: x <= 2**31)]
 _MAX_WEIGHTS = 2**60  # of a regular table: their bytes are counted in 64 bits
@@ -79,7 +82,7 @@ class Table:
     cache_load_factor: Annotated[float, Rule("in (0, 1)", lambda x: 0 < x < 1)] | None = None
     pooling_factor: PoolingFactor = 1.0
     zipf_exponent: NonNegative = CRITEO_EXPONENT
-    sharding_types: Names | None = None
+    sharding_types: ShardingTypes | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

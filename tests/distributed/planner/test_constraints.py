@@ -86,6 +86,15 @@ def test_pooling_factors_are_as_many_as_features(table: str) -> None:
             ParameterConstraints(compute_kernels=["customized_kernel"]),
             "compute_kernels must have another .* regular table 'r0'",
         ),
+        # U10
+        (
+            ParameterConstraints(compute_kernels=["key_value"]),
+            r"must leave one of .*\('table_wise', 'fused'\).* and \['key_value'\] for table 'r0'",
+        ),
+        (
+            ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["quant_uvm"]),
+            r"must leave one of .* got \['table_wise'\] and \['quant_uvm'\] for table 'r0'",
+        ),
     ],
 )
 def test_a_constraint_that_a_regular_table_cannot_meet_is_refused(

@@ -92,7 +92,12 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         collections = [c for m in module.modules() if (c := tt_collection(m)) is not None]
         for table in (table for c in collections for table in c.table_configs()):
             self._check_constraints(table)
-        options = super().enumerate(module, sharders)
+        try:
+            options = super().enumerate(module, sharders)
+        except RuntimeError as error:
+            if not str(error).startswith("No available sharding type and compute kernel"):
+                raise
+            raise ValueError(self._nothing_left()) from error
         check_table_names("constraints", self._constraints or {}, options)
         return options
 
@@ -129,6 +134,14 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 f"Tensor-Train table, got {kernels} for table {name!r}"
             )
 
+    def _nothing_left(self) -> str:
+        constraints = (self._constraints or {})[self._name]
+        return (
+            "sharding_types and compute_kernels must leave one of the (sharding type, kernel) "
+            f"{self._offered} of {self._compute_device!r}, got {constraints.sharding_types} and "
+            f"{constraints.compute_kernels} for table {self._name!r}"
+        )
+
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
         """Notes whose options come next: the filters below are told the table's name alone.
 
@@ -136,6 +149,7 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
         """
         collection = tt_collection(module)
         configs = collection.table_configs() if collection is not None else []
+        self._name, self._offered = parameter, list[tuple[str, str]]()
         self._config = next((c for c in configs if c.name == parameter), None)  # None: stock module
         return super()._get_num_buckets(parameter, module)
 
@@ -154,6 +168,11 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
                 types = [t for t in types if t != ShardingType.TABLE_ROW_WISE.value]
         else:
             types = super()._filter_sharding_types(name, allowed_sharding_types, *args, **kwargs)
+            if not types:
+                raise ValueError(
+                    f"sharding_types must have one of {allowed_sharding_types}, which "
+                    f"{self._compute_device!r} has, got {asked} for table {name!r}"
+                )
         if asked or self._config is None:
             return types
         if isinstance(self._config, TTTableConfig) or self._compute_device != "cpu":
@@ -167,4 +186,5 @@ class TTEmbeddingEnumerator(EmbeddingEnumerator):
     ) -> list[str]:
         if isinstance(self._config, TTTableConfig):
             return [TT_COMPUTE_KERNEL]
+        self._offered += [(sharding_type, kernel) for kernel in allowed_compute_kernels]
         return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
