@@ -9,6 +9,7 @@ Sections, each under two minutes on one core:
     crossing  a training step over nn.EmbeddingBag's on the uncompressed table, by hit rate
     drift     loss on drifting streams, folding evicted rows over dropping them, and hit rate over
               that of each step's true top rows
+    intervals the same by fixed intervals between refreshes, and the share of the time they take
     moving    hit rate and step time, refreshes included, where a hot row leaves at each step
     counters  true top rows that ours and other counters of as many bytes find for a first fill
     memory    bytes of tags and counter over those of the cached rows
@@ -31,61 +32,28 @@ from pathlib import Path
 import embedding_bag as bench
 import row_counters
 import torch
-from torch import Tensor
+from cached_tables import (
+    BATCH,
+    FAST,
+    NARROW,
+    RATIOS,
+    ROWS,
+    WIDE,
+    Line,
+    cache_of,
+    fill,
+    hit_rate,
+    make_module,
+    timed,
+    training_step,
+)
+from drifting_rows import drift, intervals, moving
 
 from torchrec_tt import RowCacheConfig, make_shape
-from torchrec_tt.modules.row_cache import RowCache
-from torchrec_tt.modules.table_batched import TTTableBatchedEmbeddingBags
 from torchrec_tt.ops.embedding_bag import cpu_isa
-from torchrec_tt.ops.lookup import TTTable
-from torchrec_tt.optim import TTOptimizerConfig
-from torchrec_tt.tt.cores import dense
-from torchrec_tt.tt.init import init_cores_
 from torchrec_tt.tt.row_cache import num_slots, row_cache_bytes
-from torchrec_tt.tt.shape import TTShape
 
-ROWS = bench.NUM_EMBEDDINGS
-BATCH = 16384
-RATIOS = (0.0001, 0.001, 0.01)  # capacities, of the rows
-WIDE = make_shape(ROWS, 64, tt_ranks=[32, 32], row_factors=[200, 220, 250])
-FAST = make_shape(ROWS, 64, tt_ranks=[32, 32], row_strategy="fast")
-NARROW = make_shape(ROWS, 4, tt_ranks=[2, 2], row_factors=[200, 220, 250])  # to count lookups only
 CRITEO_ROWS = {2: 10_131_227, 11: 8_351_593, 20: 7_046_547, 15: 5_461_306, 3: 2_202_608}
-Line = tuple[
-    str, float, float | None
-]  # title, figure, what it must be at most (at least: negative)
-
-
-def make_module(
-    shape: TTShape, cache: RowCacheConfig | None, *, learning_rate: float = bench.LEARNING_RATE
-) -> TTTableBatchedEmbeddingBags:
-    module = TTTableBatchedEmbeddingBags(
-        [TTTable(name="t", shape=shape)],
-        optimizer=TTOptimizerConfig(learning_rate=learning_rate),
-        caches=None if cache is None else {"t": cache},
-    )
-    generator = torch.Generator().manual_seed(0)
-    init_cores_(module.all_cores(), shape=shape, generator=generator)
-    return module
-
-
-def cache_of(module: TTTableBatchedEmbeddingBags) -> RowCache:
-    return module.row_caches["t"]
-
-
-def fill(module: TTTableBatchedEmbeddingBags, ids: Tensor) -> None:
-    """Fills the cache with these rows, the first ones surest."""
-    cache = cache_of(module)
-    cache.counter_ids[: len(ids)] = ids
-    cache.counter_heats[: len(ids)] = torch.arange(len(ids), 0, -1)
-    cores = module.all_cores()
-    cache.fill(cache.place(), cores, squares=torch.zeros(2, dtype=torch.float64))
-
-
-def hit_rate(module: TTTableBatchedEmbeddingBags) -> float:
-    """Since the statistics were reset."""
-    counts = cache_of(module).statistics_dict()
-    return counts["hits"] / (counts["hits"] + counts["misses"])
 
 
 def hits(*, steps: int = 1000) -> Iterator[Line]:
@@ -148,13 +116,6 @@ def zipf_batch() -> bench.Batch:
     return bench.make_batch(BATCH, 1, order="scattered", exponent=1.05, dim=64)
 
 
-def training_step(module: TTTableBatchedEmbeddingBags) -> bench.Step:
-    def step(indices: Tensor, offsets: Tensor, grad_output: Tensor, *, train: bool) -> None:
-        module(indices, offsets).backward(grad_output)
-
-    return step
-
-
 def take_turns(runs: dict[str, bench.Step], batches: list[bench.Batch]) -> dict[str, float]:
     """Median milliseconds of processor time of a training step."""
     times = bench.measure(runs, batches, 3, phases=("train",), clock=time.process_time)
@@ -187,15 +148,6 @@ def refresh(*, measured: int = 2000) -> Iterator[Line]:
         share = (sum(refreshes) + later) / (10_000 * step_ms)
         last = f"the last refresh takes {1e3 * refreshes[-1]:.0f} ms, a step {1e3 * step_ms:.1f}"
         yield f"{100 * ratio:g} % cached, 10,000 steps: {last}", share, 0.02
-
-
-def timed(function: Callable, seconds: list[float]) -> Callable:
-    def run(*args: object, **kwargs: object) -> None:
-        begin = time.process_time()
-        function(*args, **kwargs)
-        seconds.append(time.process_time() - begin)
-
-    return run
 
 
 def crossing() -> Iterator[Line]:
@@ -234,107 +186,6 @@ def crossing() -> Iterator[Line]:
             )
 
 
-DRIFTING_ROWS, DRIFTING_SLOTS = 100_000, 2000
-
-
-def drift(*, num_steps: int = 600) -> Iterator[Line]:
-    """Rows learn targets that are low-rank but for some noise; figures are of the last half."""
-    law = torch.arange(1, DRIFTING_ROWS + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
-    best = float(law[DRIFTING_SLOTS - 1] / law[-1])
-    places: dict[str, Callable[[Tensor, int], Tensor]] = {  # of a popularity at a step
-        "cool slowly": lambda rank, step: rank - 10 * step,
-        "come back": lambda rank, step: rank + 50_000 * (step // 100 % 2),
-        "are gone at once": lambda rank, step: rank + 2 * step,
-    }
-    for (title, place), noise in itertools.product(places.items(), (0.3, 1.0)):
-        runs = {
-            kind: drifted(kind, place, noise=noise, num_steps=num_steps)
-            for kind in ("none", "drop", "fold")
-        }
-        shown = ", ".join(f"{kind} {loss:.4f}" for kind, (loss, _) in runs.items())
-        line = f"hot rows {title}, noise {noise}: {shown}; fold / drop"
-        loss, rate = runs["fold"]
-        yield line, loss / runs["drop"][0], None
-        yield f"    hit rate {rate:.3f} of {best:.3f} for the true top rows", rate / best, None
-
-
-def drifted(
-    kind: str, place: Callable[[Tensor, int], Tensor], *, noise: float, num_steps: int
-) -> tuple[float, float]:
-    """Loss and hit rate."""
-    rows, dim = DRIFTING_ROWS, 16
-    generator = torch.Generator().manual_seed(1)
-    low_rank = make_shape(rows, dim, tt_ranks=[4, 4])
-    cores = [torch.empty(size) for size in low_rank.core_shapes]
-    init_cores_(cores, shape=low_rank, generator=generator)
-    targets = dense(cores, shape=low_rank)
-    targets = targets / targets.std() + noise * torch.randn(rows, dim, generator=generator)
-    targets /= targets.std()
-    law = torch.arange(1, rows + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
-    scatter = torch.randperm(rows, generator=generator)
-    config = TTOptimizerConfig(optimizer="adagrad", learning_rate=0.1)
-    cache = RowCacheConfig(
-        num_rows=DRIFTING_SLOTS,
-        first_refresh=100,
-        refresh_growth=1,
-        on_evict="drop" if kind == "none" else kind,
-    )
-    shape = make_shape(rows, dim, tt_ranks=[16, 16])
-    module = TTTableBatchedEmbeddingBags(
-        [TTTable(name="t", shape=shape)],
-        optimizer=config,
-        caches=None if kind == "none" else {"t": cache},
-    )
-    init_cores_(module.all_cores(), shape=shape, generator=generator)
-    total = 0.0
-    for step in range(num_steps):
-        if 2 * step == num_steps and kind != "none":
-            cache_of(module).reset_statistics()
-        uniform = torch.rand(2048, dtype=torch.float64, generator=generator) * law[-1]
-        rank = torch.searchsorted(law, uniform).clamp_(max=rows - 1)
-        ids = scatter[place(rank, step) % rows]
-        error = module(ids, torch.arange(2049)) - targets[ids]
-        (error.square().sum() / 2048).backward()
-        total += float(error.detach().square().mean()) * (2 * step >= num_steps)
-    loss = total / (num_steps - num_steps // 2)
-    return loss, 0.0 if kind == "none" else hit_rate(module)
-
-
-def moving(*, num_steps: int = 700) -> Iterator[Line]:
-    """At the default schedule; the hottest row of each step was the second before (Zipf 1.05)."""
-    law, scatter = bench.popularity(1.05)
-    names = {"none": None, **{f"{100 * r:g} %": r for r in RATIOS}}
-    modules = {
-        name: make_module(WIDE, None if ratio is None else RowCacheConfig(load_factor=ratio))
-        for name, ratio in names.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for step in range(num_steps):
-        if 2 * step == num_steps:
-            for name in list(names)[1:]:
-                cache_of(modules[name]).reset_statistics()
-        rank = torch.searchsorted(law, torch.rand(BATCH, dtype=torch.float64))
-        batch = (
-            scatter[(rank + step) % ROWS],
-            torch.arange(BATCH + 1),
-            torch.randn(BATCH, 64) * 0.01,
-        )
-        for name, module in modules.items():
-            timed(training_step(module), seconds[name])(*batch, train=True)
-    step_ms = {
-        name: 2e3 * sum(each[num_steps // 2 :]) / num_steps for name, each in seconds.items()
-    }
-    for name in list(names)[1:]:
-        best, rate = float(law[cache_of(modules[name]).num_slots - 1]), hit_rate(modules[name])
-        yield (
-            f"{name} of the rows: hit rate {rate:.3f} of {best:.3f} for each step's top rows",
-            rate / best,
-            None,
-        )
-        line = f"    a step takes {step_ms[name]:.2f} ms of {step_ms['none']:.2f}"
-        yield line, step_ms[name] / step_ms["none"], None
-
-
 def counters() -> Iterator[Line]:
     """At 160 lookups a slot: 100 steps of 16384 where 0.1 % of 10,131,227 rows are cached."""
     sizes = {"num_rows": 1_000_000, "num_slots": 1000, "steps": 80}
@@ -361,6 +212,7 @@ SECTIONS: dict[str, Callable[..., Iterator[Line]]] = {
     "refresh": refresh,
     "crossing": crossing,
     "drift": drift,
+    "intervals": intervals,
     "moving": moving,
     "counters": counters,
     "memory": memory,
