@@ -200,7 +200,7 @@ __device__ void take_rows(const Call& call, const BackwardCall& b, const PrefixB
   }
 }
 
-// One block a job: a window of prefixes, or in deterministic sums a group. Moves what the forward
+// One block a job: a window of prefixes, or in deterministic sums its groups. Moves what the forward
 // moves and the gradient of every index; leaves a last slice per unique row, a head slice per prefix
 // and a mid slice per group of a job.
 template <Precision kPrecision, bool kInShared>
@@ -215,17 +215,16 @@ __global__ void __launch_bounds__(kThreads, kInShared ? kFewBlocks : 1)
   const int row_end = static_cast<int>(
       min(call.plan.counts[1], int64_t{row_begin} + b.ordered.num_rows));
   if (row_begin >= row_end) return;
-  JobRange of_turn{0, num_prefixes};
+  Prefixes of_turn{0, num_prefixes};
   if (b.is_ordered) {
     of_turn = {prefix_of(call.plan, row_begin, num_prefixes),
                prefix_of(call.plan, row_end - 1, num_prefixes) + 1};
   }
-  const int64_t windows = (num_prefixes + call.prefixes_per_window - 1) / call.prefixes_per_window;
-  const int64_t num_jobs = b.is_ordered ? b.ordered.num_jobs : windows;
+  const int64_t size = window_size(call, num_prefixes);
   PrefixBatch batch;
-  for (int64_t job = blockIdx.x; job < num_jobs; job += gridDim.x) {
-    const JobRange range = b.is_ordered ? group_of(call, job, num_prefixes, of_turn)
-                                        : window_of(call, job, num_prefixes);
+  for (int64_t job = blockIdx.x; of_turn.begin + job * size < of_turn.end; job += gridDim.x) {
+    const Prefixes window = window_of(of_turn, job, size);
+    const Prefixes range = b.is_ordered ? whole_groups(call, window, of_turn) : window;
     bool is_first = true;  // of its group in this job
     for (int q = range.begin; q < range.end; q += batch.count) {
       take_prefixes(call, q, range.end, batch, s, memory);
@@ -324,8 +323,7 @@ void launch_grads_of(const CallMemory& memory, const BackwardCall& b, cudaStream
                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(bytes)));
   }
-  const int64_t jobs = b.is_ordered ? b.ordered.num_jobs : memory.num_windows();
-  const int64_t blocks = kInShared ? memory.blocks(jobs) : memory.general_blocks;
+  const int64_t blocks = kInShared ? memory.blocks(memory.num_windows()) : memory.general_blocks;
   TT_LAUNCH((make_grads<kPrecision, kInShared>), static_cast<unsigned>(blocks), kThreads, bytes, stream,
             call, b);
 }

@@ -6,18 +6,15 @@
 
 namespace torchrec_tt::cuda {
 
-// Deterministic sums. A job is then a whole group of prefixes, whose mid gradient its block owns;
+// Deterministic sums. A block then takes whole groups of prefixes, whose mid gradients it owns;
 // gradients of heads and last slices are left as terms, one a prefix and one a row, and summed per
 // target in order (ordered_sums.cu). Rows are taken in turns, so that terms stay few.
 struct OrderedTerms {
-  int64_t num_jobs;
   int first_row, num_rows;  // of the turn
   int64_t ld;
   float* terms;       // [2 * num_rows, ld]: of rows, then of prefixes
   uint32_t* targets;  // [2 * num_rows]
 };
-
-constexpr int kHeadsOfJob = 8;  // a table without mid has no groups
 
 struct BackwardCall {
   RowGradients row_grads;
@@ -27,23 +24,19 @@ struct BackwardCall {
   OrderedTerms ordered;
 };
 
-// The prefixes of a job.
-struct JobRange {
+struct Prefixes {
   int begin, end;
 };
 
-// The first prefix whose rows begin at or after `key`.
-__device__ inline int prefix_at(const PlanView& plan, int64_t key, int num_prefixes) {
-  int low = 0, high = num_prefixes;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (first_key(plan, middle) < key) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
+// The first of some prefixes whose rows begin at or after `key`; the block looks 256 through at once.
+__device__ inline int prefix_at(const PlanView& plan, int64_t key, Prefixes from) {
+  int count = kThreads;
+  while (count == kThreads) {
+    const int i = threadIdx.x;
+    count = __syncthreads_count(i < from.end - from.begin && first_key(plan, from.begin + i) < key);
+    from.begin += count;
   }
-  return low;
+  return from.begin;
 }
 
 // The prefix that holds a row.
@@ -60,30 +53,29 @@ __device__ inline int prefix_of(const PlanView& plan, int row, int num_prefixes)
   return low;
 }
 
-__device__ inline JobRange window_of(const Call& call, int64_t job, int num_prefixes) {
-  const int64_t begin = min(job * call.prefixes_per_window, int64_t{num_prefixes});
-  return {static_cast<int>(begin),
-          static_cast<int>(min(begin + call.prefixes_per_window, int64_t{num_prefixes}))};
+__device__ inline Prefixes window_of(const Prefixes& all, int64_t number, int64_t size) {
+  const int64_t begin = all.begin + number * size, end = all.end;
+  return {static_cast<int>(min(begin, end)), static_cast<int>(min(begin + size, end))};
 }
 
-__device__ inline JobRange group_of(const Call& call, int64_t job, int num_prefixes,
-                                    JobRange of_turn) {
-  int low = 0, high = call.num_tables - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (call.tables[middle].table.first_job <= job) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+// Where the keys of a prefix's group end; a table without mid has no groups, there it is the prefix's.
+__device__ inline int64_t end_of_group(const Call& call, int prefix) {
+  const int64_t key = first_key(call.plan, prefix);
+  const Table& t = call.tables[table_of(call, key)].table;
+  const int64_t size = t.has_mid ? t.m_head * t.m_last : t.m_last;
+  return t.key_base + ((key - t.key_base) / size + 1) * size;
+}
+
+// The groups that begin in a window, whole; `all` begins and ends some.
+__device__ inline Prefixes whole_groups(const Call& call, const Prefixes& window, const Prefixes& all) {
+  Prefixes groups = window;
+  if (window.begin > all.begin) {
+    groups.begin = prefix_at(call.plan, end_of_group(call, window.begin - 1), window);
   }
-  const Table& t = call.tables[low].table;
-  const int64_t own = job - t.first_job;
-  const int64_t size = t.has_mid ? t.m_head * t.m_last : kHeadsOfJob * t.m_last;
-  const int64_t key = t.key_base + own * size;
-  const int64_t end = min(key + size, t.key_base + t.num_keys());
-  return {max(prefix_at(call.plan, key, num_prefixes), of_turn.begin),
-          min(prefix_at(call.plan, end, num_prefixes), of_turn.end)};
+  if (groups.begin < window.end && window.end < all.end) {
+    groups.end = prefix_at(call.plan, end_of_group(call, window.end - 1), {window.end, all.end});
+  }
+  return groups;
 }
 
 }  // namespace torchrec_tt::cuda

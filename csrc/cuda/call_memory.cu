@@ -21,12 +21,6 @@ std::string shape_of(const Table& t) {
   return text.str();
 }
 
-// Windows of 32 prefixes, or fewer where that would leave multiprocessors idle.
-int window_of(const Lookup& lookup) {
-  const int64_t jobs = 8 * std::max(lookup.device.num_multiprocessors, 1);
-  return static_cast<int>(std::clamp<int64_t>(lookup.plan.num_indices / jobs, 8, 32));
-}
-
 }  // namespace
 
 void check_cuda(cudaError_t error) {
@@ -125,7 +119,7 @@ CallMemory::CallMemory(const Lookup& lookup, bool is_backward, Workspace& worksp
            " on CUDA, got ", slices, " and ", tables.size());
   call.num_tables = static_cast<int>(tables.size());
   call.plan = lookup.plan;
-  call.prefixes_per_window = window_of(lookup);
+  call.num_jobs = 8 * std::max(device.num_multiprocessors, 1);
   call.tables = workspace.take<CallTable>(call.num_tables);
   heads.slots = workspace.take<int32_t>(heads.num_slots);
   heads.counts = workspace.take<int32_t>(call.num_tables);

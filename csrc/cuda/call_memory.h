@@ -25,11 +25,15 @@ struct Call {
   PlanView plan;
   const int32_t* head_slots;  // 4 cores: per head digit its place in the table's heads
   float* heads;               // 4 cores: the products of the heads that occur
-  int prefixes_per_window;    // a block takes windows of prefixes
+  int num_jobs;               // into which the prefixes are cut, or more
   int in_shared;              // which tables a kernel takes, by is_tiled
   float* scratch;             // of blocks without shared memory, scratch_stride floats each
   int64_t scratch_stride;
 };
+
+// A block takes windows of prefixes: large ones, as each brings its groups' mid slices again, but not
+// so large that multiprocessors are idle.
+constexpr int kLeastWindow = 8, kMostWindow = 128;
 
 constexpr int kNoHead = -1, kTakenHead = -2;
 
@@ -76,9 +80,8 @@ struct CallMemory {
   CallMemory(const Lookup& lookup, bool is_backward, Workspace& workspace);
 
   unsigned blocks(int64_t jobs) const { return blocks_for(device, jobs); }
-  int64_t num_windows() const {
-    return (call.plan.num_indices + call.prefixes_per_window - 1) / call.prefixes_per_window;
-  }
+  // At most: how many prefixes there are is known to the device alone.
+  int64_t num_windows() const { return (call.plan.num_indices + kLeastWindow - 1) / kLeastWindow; }
   // Brings the descriptors to the device and computes the heads.
   void prepare(cudaStream_t stream) const;
 };

@@ -16,10 +16,10 @@ __global__ void __launch_bounds__(kThreads, kFewBlocks)
   BatchState& s = *state;
   float* memory = kInShared ? shared : call.scratch + blockIdx.x * call.scratch_stride;
   const int num_prefixes = static_cast<int>(call.plan.counts[2]);
+  const int64_t window = window_size(call, num_prefixes);
   PrefixBatch batch;
-  for (int64_t begin = int64_t{blockIdx.x} * call.prefixes_per_window; begin < num_prefixes;
-       begin += int64_t{gridDim.x} * call.prefixes_per_window) {
-    const int end = static_cast<int>(min(begin + call.prefixes_per_window, int64_t{num_prefixes}));
+  for (int64_t begin = blockIdx.x * window; begin < num_prefixes; begin += gridDim.x * window) {
+    const int end = static_cast<int>(min(begin + window, int64_t{num_prefixes}));
     for (int q = static_cast<int>(begin); q < end; q += batch.count) {
       take_prefixes(call, q, end, batch, s, memory);
       const Table& t = s.table.table;

@@ -58,10 +58,9 @@ struct Table {
   const void* cached_rows;  // [num_slots, dim]
   Storage cached_storage;
   // Set by the launchers: whether a block's memory for this table is shared memory; and of
-  // deterministic sums its first job, and where its last slices' gradients, then its heads', begin
-  // among their targets.
+  // deterministic sums where its last slices' gradients, then its heads', begin among their targets.
   int is_tiled;
-  int64_t first_job, first_target;
+  int64_t first_target;
 
   __host__ __device__ int m_rows() const { return n_head * n_mid; }
   __host__ __device__ int dim() const { return m_rows() * n_last; }
@@ -70,7 +69,6 @@ struct Table {
   __host__ __device__ int last_size() const { return rank * n_last; }
   __host__ __device__ int mid_core() const { return num_cores - 2; }
   __host__ __device__ int last_core() const { return num_cores - 1; }
-  __host__ __device__ int64_t num_keys() const { return m_head * m_mid * m_last; }
 };
 
 // Describes a table; its cores are device pointers, null for a call that reads none.

@@ -101,8 +101,6 @@ OrderedSums::OrderedSums(std::vector<CallTable>& tables, int64_t num_indices, in
                          Workspace& workspace) {
   for (CallTable& of : tables) {
     Table& t = of.table;
-    t.first_job = terms.num_jobs;
-    terms.num_jobs += t.has_mid ? t.m_mid : (t.m_head + kHeadsOfJob - 1) / kHeadsOfJob;
     t.first_target = num_targets;
     num_targets += t.m_last + num_places(t, num_indices);
     terms.ld = std::max<int64_t>(terms.ld, std::max(t.last_size(), t.head_size()));

@@ -5,7 +5,7 @@
 
 namespace torchrec_tt::cuda {
 
-// Jobs and targets of deterministic sums, and the memory for the terms of a turn.
+// Targets of deterministic sums, and the memory for the terms of a turn.
 struct OrderedSums {
   OrderedTerms terms{};
   int64_t num_targets = 0;
@@ -14,7 +14,7 @@ struct OrderedSums {
   void* temporary = nullptr;
   size_t temporary_bytes = 0;
 
-  // Numbers the tables' jobs and targets; rows_at_once rows a turn, 0: as many as kTermBytes hold.
+  // Numbers the tables' targets; rows_at_once rows a turn, 0: as many as kTermBytes hold.
   OrderedSums(std::vector<CallTable>& tables, int64_t num_indices, int64_t rows_at_once,
               Workspace& workspace);
 };

@@ -25,6 +25,11 @@ __device__ inline int64_t first_key(const PlanView& plan, int prefix) {
   return plan.row_keys[plan.prefix_starts[prefix]];
 }
 
+// How many prefixes a block takes at a time.
+__device__ inline int window_size(const Call& call, int num_prefixes) {
+  return max(kLeastWindow, min(num_prefixes / call.num_jobs, kMostWindow));
+}
+
 // Where the head of a digit lies: its slice of core 0, or with 4 cores its place among the products.
 __device__ inline int64_t head_place(const Call& call, const Table& t, int64_t digit) {
   return t.num_cores == 4 ? call.head_slots[t.first_head_digit + digit] : digit;

@@ -183,7 +183,7 @@ def test_rows_that_fill_the_batch_are_split(kernels, setting, times):
 
 @pytest.mark.parametrize("setting", [Setting(), Setting(num_multiprocessors=64), LARGER_TURNS])
 def test_groups_and_prefixes_longer_than_a_block_takes_at_once(kernels, setting):
-    # 6 heads of 4 rows in one group, 60 rows to a prefix; windows of 8 to 32 prefixes
+    # 6 heads of 4 rows in one group, 60 rows to a prefix; windows of 8 prefixes or more
     names = ["3 cores, long last", "3 cores, aligned"]
     lookup = make_lookup(*names)
     counts = [table.block_size for table in lookup.tables]
@@ -194,6 +194,32 @@ def test_groups_and_prefixes_longer_than_a_block_takes_at_once(kernels, setting)
     for schedule in SCHEDULES:
         kernels.emulation.set_schedule(schedule)
         case.check(kernels, setting)
+
+
+def test_groups_of_many_windows(kernels):
+    # two groups of 300 prefixes, more than a block looks through at once; windows of 75, 14 and 8
+    shape = TTShape(
+        num_embeddings=1200,
+        embedding_dim=2,
+        row_factors=(300, 2, 2),
+        col_factors=(1, 2, 1),
+        tt_ranks=(2, 2),
+    )
+    lookup = Lookup([TTTable(name="t", shape=shape)])
+    indices, offsets = torch.arange(0, 1200, 2), torch.arange(0, 601, 4)
+    cores = [core.detach() for core in make_cores(lookup)]
+    plan = embedding_bag.plan(indices, offsets, lookup=lookup)
+    case = Case(lookup, cores, plan, offsets, None)
+    grads = []
+    for num_multiprocessors, is_deterministic in itertools.product((1, 5, 64), (False, True)):
+        setting = Setting(
+            num_multiprocessors=num_multiprocessors, is_deterministic=is_deterministic
+        )
+        case.check(kernels, setting)
+        if is_deterministic:
+            arguments = case.arguments(setting)
+            grads.append(kernels.backward(case.grad_output(), plan, cores, **arguments)[0])
+    assert all(map(torch.equal, grads[0] * 2, grads[1] + grads[2]))
 
 
 @pytest.mark.parametrize("setting", [Setting(), LARGER_TURNS, Setting(shared_bytes=0)])
