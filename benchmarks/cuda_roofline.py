@@ -1,9 +1,10 @@
 """Prints what a training step on CUDA must move and compute, stage by stage, and what bounds it.
 
-Arithmetic, no measurement: rows and prefixes are counted in drawn batches, bytes and flops follow
+Estimates, no measurement: rows and prefixes are counted in drawn batches, bytes and flops follow
 from what the kernels of csrc/cuda do, and times from the limits of an H200. A kernel is taken to
-reach `--efficiency` of a limit, and slices of cores to come from memory each time, though most lie
-in the L2 cache. TBE is FBGEMM's on the uncompressed tables, bound by memory.
+reach `--efficiency` of a limit, and whatever it reads to come from memory each time, though much
+lies in the L2 cache. Beside it, counted alike: FBGEMM's TBE on the uncompressed tables, and
+TT-Rec's way in the place of rows and gradients, a batched product (bmm) per index and core.
 
     python benchmarks/cuda_roofline.py
 """
@@ -21,8 +22,8 @@ from torchrec_tt.tt.shape import TTShape
 MEMORY = 4.8e12  # bytes/s of an H200's HBM3e, from its data sheet, as the next two
 FLOAT32 = 67e12  # flop/s of FFMA
 TF32 = 494e12  # flop/s of dense tensor cores
+MULTIPROCESSORS = 132
 FLOAT = 4  # bytes
-WINDOW = 32  # prefixes of a block, as csrc/cuda/call_memory.cu has it for large batches
 STEP_SHAPE = TTShape(
     num_embeddings=NUM_EMBEDDINGS,
     embedding_dim=64,
@@ -34,57 +35,129 @@ STEP_SHAPE = TTShape(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Of one table's part of a batch: indices, unique rows and prefixes of the cores, windows."""
+    """Of one table's part of a batch."""
 
     indices: int
+    misses: int  # indices that go through the cores, as the next three
     rows: int
     prefixes: int
     groups_of_windows: int
+    cached_rows: int  # unique ones
 
 
-def draw(shape: TTShape, *, batch_size: int, cached_ratio: float) -> Counts:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """What one table's part moves and computes."""
+
+    num_bytes: float
+    mid_flops: float = 0  # of products with a mid slice, on tensor cores in TF32
+    flops: float = 0  # the others
+
+
+def draw(shape: TTShape, *, batch_size: int, num_tables: int, cached_ratio: float) -> Counts:
     """Ids by Zipf's law 1.05, scattered; the most popular ones are cached."""
     law, scatter = popularity(1.05)
     rank = torch.searchsorted(law, torch.rand(batch_size, dtype=torch.float64))
-    rank = rank[rank >= int(cached_ratio * NUM_EMBEDDINGS)].clamp(max=NUM_EMBEDDINGS - 1)
-    rows = scatter[rank].unique()
+    is_miss = rank >= int(cached_ratio * NUM_EMBEDDINGS)
+    rows = scatter[rank[is_miss].clamp(max=NUM_EMBEDDINGS - 1)].unique()
     prefixes = (rows // shape.row_factors[2]).unique()
     mids = (prefixes % shape.row_factors[1]).sort().values
-    cuts = (torch.arange(1, len(mids)) % WINDOW == 0) | (mids[1:] != mids[:-1])
+    # as csrc/cuda/prefix_batch.cuh cuts the prefixes of all tables
+    window = min(max(num_tables * len(prefixes) // (8 * MULTIPROCESSORS), 8), 128)
+    cuts = (torch.arange(1, len(mids)) % window == 0) | (mids[1:] != mids[:-1])
     return Counts(
         indices=batch_size,
+        misses=int(is_miss.sum()),
         rows=len(rows),
         prefixes=len(prefixes),
         groups_of_windows=int(cuts.sum()) + 1,
+        cached_rows=len(rank[~is_miss].unique()),
     )
 
 
-def stages(shape: TTShape, n: Counts) -> dict[str, tuple[float, float, float]]:
-    """Returns by stage: bytes, flops of products with a mid slice, other flops; of one table."""
+def sort_passes(num_tables: int) -> int:
+    """Of a radix sort of the ids of all tables, 8 bits at a time."""
+    return math.ceil(math.log2(num_tables * NUM_EMBEDDINGS) / 8)
+
+
+def stages(shape: TTShape, n: Counts, *, num_tables: int) -> dict[str, Stage]:
+    """What our kernels do, with SGD."""
     (n0, n1, n2), (r1, r2) = shape.col_factors, shape.tt_ranks
     dim, head, mid, last = shape.embedding_dim, n0 * r1, r1 * n1 * r2, r2 * n2
-    m0, m1, m2 = shape.row_factors
-    parameters = m0 * head + m1 * mid + m2 * last
     slices = (n.rows * last + n.prefixes * head + n.groups_of_windows * mid) * FLOAT
-    product, row = 2.0 * n0 * mid, 2.0 * dim * r2
-    passes = math.ceil(math.log2(26 * NUM_EMBEDDINGS) / 8)
-    return {
-        "plan": (n.indices * (24 * passes + 96.0), 0, 0),
-        "rows": (slices + n.rows * dim * FLOAT, n.prefixes * product, n.rows * row),
-        "pool": ((n.rows + n.indices) * dim * FLOAT + 4.0 * n.indices, 0, n.indices * dim),
-        "gradients": (  # slices are read, and added to: read and written
-            3.0 * slices + n.indices * (dim * FLOAT + 16),
-            3 * n.prefixes * product,
-            2 * n.rows * row + n.indices * dim,
+    product, of_row, row = 2.0 * n0 * mid, 2.0 * dim * r2, dim * FLOAT
+    tags = 128.0 if n.cached_rows else 0.0  # two sets a look-up
+    parameters = sum(m * size for m, size in zip(shape.row_factors, (head, mid, last), strict=True))
+    made = {
+        "plan": Stage(num_bytes=n.indices * (24 * sort_passes(num_tables) + 96 + tags)),
+        "rows": Stage(
+            num_bytes=slices + n.rows * row,
+            mid_flops=n.prefixes * product,
+            flops=n.rows * of_row,
         ),
-        "step (SGD)": (4.0 * parameters * FLOAT, 0, 2.0 * parameters),
+        "pool": Stage(num_bytes=n.indices * (2.0 * row + 4), flops=n.indices * dim),
+        "gradients": Stage(  # slices are read, and added to: read and written
+            num_bytes=3.0 * slices + n.misses * row + n.indices * 16,
+            mid_flops=3 * n.prefixes * product,
+            flops=2 * n.rows * of_row + n.misses * dim,
+        ),
+        "step": Stage(num_bytes=4.0 * parameters * FLOAT, flops=2.0 * parameters),
+    }
+    if n.cached_rows:
+        hits = n.indices - n.misses
+        made["cached rows"] = Stage(
+            num_bytes=2.0 * n.cached_rows * row + hits * row + n.indices * 16, flops=hits * dim
+        )
+        # a sort by bucket of 24 bits, and 128 bytes of a row's bucket
+        made["counter"] = Stage(num_bytes=n.indices * (24.0 * 3 + 40) + n.rows * 128)
+    return made
+
+
+def tbe(shape: TTShape, n: Counts, *, num_tables: int) -> Stage:
+    """FBGEMM's: plan; a row and the output's per index; gradients, rows read and written."""
+    row = shape.embedding_dim * FLOAT
+    plan = n.indices * (24.0 * sort_passes(num_tables) + 48)
+    return Stage(num_bytes=plan + n.indices * 3.0 * row + (n.rows + n.cached_rows) * 2.0 * row)
+
+
+def bmm(shape: TTShape, num_indices: int) -> Stage:
+    """TT-Rec's: forward, the same again, gradients of each index's slices, which are then added.
+
+    A slice is read forward and backward (head and mid also to make P again), its gradient written
+    and read, and its sum read and written; P and its gradient are written twice and once, read four
+    times; the row's are written and read five times in all.
+    """
+    (n0, n1, n2), (r1, r2) = shape.col_factors, shape.tt_ranks
+    dim, head, mid, last = shape.embedding_dim, n0 * r1, r1 * n1 * r2, r2 * n2
+    floats = 7.0 * (head + mid) + 6.0 * last + 7.0 * n0 * n1 * r2 + 5.0 * dim
+    flops = 4 * 2.0 * n0 * mid + 3 * 2.0 * dim * r2
+    return Stage(num_bytes=num_indices * floats * FLOAT, flops=num_indices * flops)
+
+
+def times_us(stage: Stage, *, efficiency: float) -> dict[str, float]:
+    """By precision: the time of what bounds it."""
+    moved = stage.num_bytes / MEMORY
+    of_mid = {"fp32": stage.mid_flops / FLOAT32, "tf32": stage.mid_flops / TF32}
+    return {
+        name: 1e6 * max(moved, seconds + stage.flops / FLOAT32) / efficiency
+        for name, seconds in of_mid.items()
     }
 
 
-def tbe_bytes(shape: TTShape, *, indices: int, rows: int) -> float:
-    """Forward: rows and output; backward: plan, gradients, rows read and written."""
-    row = shape.embedding_dim * FLOAT
-    return indices * (2 * row + 100.0) + indices * row + rows * 2.0 * row
+def print_stage(name: str, stage: Stage, *, num_tables: int, efficiency: float) -> dict:
+    """A row of the table; returns it as a record of all tables."""
+    us = {k: num_tables * v for k, v in times_us(stage, efficiency=efficiency).items()}
+    num_bytes = num_tables * stage.num_bytes
+    flops = num_tables * (stage.mid_flops + stage.flops)
+    line = f"{name:<12}{num_bytes / 1e6:>8.0f}{flops / 1e9:>7.0f}"
+    for time in us.values():
+        line += f"{time:>10.0f}{num_bytes / time / 1e3:>7.0f}{flops / time / 1e6:>8.1f}"
+    bound = [
+        "memory" if num_bytes / MEMORY * 1e6 / efficiency >= 0.999 * time else "flops"
+        for time in us.values()
+    ]
+    print(f"{line}  {', '.join(dict.fromkeys(bound))}")
+    return {"stage": name, "bytes": num_bytes, "flops": flops, **us}
 
 
 def main() -> None:
@@ -95,44 +168,40 @@ def main() -> None:
     parser.add_argument("--json", help="write the records to this file")
     args = parser.parse_args()
     torch.manual_seed(0)
+    print(
+        f"Estimates for an H200, which moves {MEMORY / 1e9:.0f} GB/s and computes "
+        f"{FLOAT32 / 1e12:.0f} TFLOP/s in float32, {TF32 / 1e12:.0f} in TF32"
+    )
     records = []
+    setting = {"num_tables": args.tables}
     for cached_ratio in (0.0, 0.01):
-        counts = draw(STEP_SHAPE, batch_size=args.batch_size, cached_ratio=cached_ratio)
-        everything = draw(STEP_SHAPE, batch_size=args.batch_size, cached_ratio=0.0)
-        print(
-            f"\n{args.tables} tables, batch {args.batch_size}, cache {cached_ratio:.0%}: {counts}"
+        n = draw(STEP_SHAPE, batch_size=args.batch_size, cached_ratio=cached_ratio, **setting)
+        print(f"\n{args.tables} tables, batch {args.batch_size}, cache {cached_ratio:.0%}: {n}")
+        columns = "".join(
+            f"{name + ' us':>10}{'GB/s':>7}{'TFLOP/s':>8}" for name in ("fp32", "TF32")
         )
-        print(
-            f"{'stage':<12}{'MB':>8}{'GFLOP':>8}{'fp32 us':>9}{'TF32 us':>9}"
-            f"{'GB/s':>7}{'TFLOP/s':>9}  bound by"  # at the float32 time
-        )
-        totals = {"fp32": 0.0, "tf32": 0.0}
-        for stage, (num_bytes, mid_flops, flops) in stages(STEP_SHAPE, counts).items():
-            scale = 1e6 * args.tables / args.efficiency
-            moved = num_bytes / MEMORY * scale
-            fp32 = (mid_flops + flops) / FLOAT32 * scale
-            tf32 = (mid_flops / TF32 + flops / FLOAT32) * scale
-            bound = {True: "memory", False: "FFMA"}[moved > fp32]
-            times = {"fp32": max(moved, fp32), "tf32": max(moved, tf32)}
-            totals = {name: totals[name] + time for name, time in times.items()}
-            megabytes, gflop = (
-                args.tables * x for x in (num_bytes / 1e6, (mid_flops + flops) / 1e9)
-            )
+        print(f"{'stage':<12}{'MB':>8}{'GFLOP':>7}{columns}  bound by")
+        own = stages(STEP_SHAPE, n, **setting)
+        others = {
+            "TBE": tbe(STEP_SHAPE, n, **setting),
+            "bmm": bmm(STEP_SHAPE, n.indices),
+            **({"bmm, misses": bmm(STEP_SHAPE, n.misses)} if n.cached_rows else {}),
+        }
+        rows = {
+            name: print_stage(name, stage, efficiency=args.efficiency, **setting)
+            for name, stage in (own | others).items()
+        }
+        records += [{"cached_ratio": cached_ratio, **row} for row in rows.values()]
+        for precision in ("fp32", "tf32"):
+            us, num_bytes = (sum(rows[name][key] for name in own) for key in (precision, "bytes"))
+            rest = us - rows["rows"][precision] - rows["gradients"][precision]
+            slower = [
+                f"{(rows[name][precision] + rest) / us:.1f}" for name in others if name != "TBE"
+            ]
             print(
-                f"{stage:<12}{megabytes:>8.0f}{gflop:>8.1f}{times['fp32']:>9.0f}"
-                f"{times['tf32']:>9.0f}{1e3 * megabytes / times['fp32']:>7.0f}"
-                f"{1e3 * gflop / times['fp32']:>9.1f}  {bound}"
+                f"{precision}: {us:.0f} us, {num_bytes / us / 1e3:.0f} GB/s; over TBE "
+                f"{us / rows['TBE'][precision]:.2f}; with a bmm {' or '.join(slower)} times"
             )
-            records.append(
-                {"cached_ratio": cached_ratio, "stage": stage, "bytes": num_bytes, **times}
-            )
-        tbe = args.tables * tbe_bytes(STEP_SHAPE, indices=args.batch_size, rows=everything.rows)
-        tbe_us = 1e6 * tbe / MEMORY / args.efficiency
-        print(f"{'sum':<12}{'':>16}{totals['fp32']:>9.0f}{totals['tf32']:>9.0f}")
-        print(
-            f"TBE: {tbe / 1e6:.0f} MB, {tbe_us:.0f} us; "
-            f"over it: fp32 {totals['fp32'] / tbe_us:.1f}, TF32 {totals['tf32'] / tbe_us:.1f}"
-        )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(records, file, indent=1)
