@@ -21,19 +21,20 @@ _Z_975 = 1.96
 def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each setting, over its seeds, in the order of the first runs.
 
-    A row has the setting's factors, `num_seeds`, and of `embedding_bytes`, `compression_ratio`,
-    `samples_per_second`, `logloss` and `auroc` the means. `logloss_interval` and `auroc_interval`
-    are half the width of the mean's 95 % t-interval; with one seed that of the logloss is None and
-    that of the AUROC the run's own (DeLong). `loss_ratio` is the mean of logloss over that of the
-    uncompressed run of the same seed, tables and dimension, minus 1, and `loss_ratio_interval` its
-    interval; both are None where a seed has no such run.
+    A row has the setting's factors, `num_seeds`, and of `embedding_bytes`, `cache_bytes` (of row
+    caches, beyond those), `compression_ratio`, `samples_per_second`, `logloss` and `auroc` the
+    means. `logloss_interval` and `auroc_interval` are half the width of the mean's 95 % t-interval;
+    with one seed that of the logloss is None and that of the AUROC the run's own (DeLong).
+    `loss_ratio` is the mean of logloss over that of the uncompressed run of the same seed, tables
+    and dimension, minus 1, `auroc_difference` the mean of AUROC minus that run's, each with its
+    `_interval`; all are None where a seed has no such run.
 
     Args:
         records: of `results.json`; those without a logloss are left out.
     """
     records = [record for record in records if record.get("logloss") is not None]
     dense = {
-        tuple(r.get(name) for name in _CHANGE_UNCOMPRESSED): r["logloss"]
+        tuple(r.get(name) for name in _CHANGE_UNCOMPRESSED): r
         for r in records
         if r.get("compression") == "none"
     }
@@ -52,44 +53,60 @@ def table_of_summary(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.MARKDOWN)
     for name in varied:
         table.add_column(name)
-    for name in ("MB", "smaller", "seeds", "logloss", "over uncompressed", "AUROC", "samples/s"):
+    for name in (
+        *("MB", "cache MB", "smaller", "seeds", "logloss", "over uncompressed"),
+        *("AUROC", "AUROC over uncompressed", "samples/s"),
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             *(str(row[name]) for name in varied),
             f"{row['embedding_bytes'] / 1e6:.1f}",
+            f"{row['cache_bytes'] / 1e6:.1f}" if row["cache_bytes"] else "",
             f"{row['compression_ratio']:.1f}x",
             str(row["num_seeds"]),
             _with_interval(row["logloss"], row["logloss_interval"], "{:.4f}"),
             _with_interval(row["loss_ratio"], row["loss_ratio_interval"], "{:.2%}"),
             _with_interval(row["auroc"], row["auroc_interval"], "{:.4f}"),
+            _with_interval(row["auroc_difference"], row["auroc_difference_interval"], "{:.4f}"),
             f"{row['samples_per_second']:,.0f}",
         )
     return table
 
 
-def _row(runs: Sequence[Mapping[str, Any]], dense: Mapping[Any, float]) -> dict[str, Any]:
+def _row(
+    runs: Sequence[Mapping[str, Any]], dense: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, Any]:
     logloss, auroc = ([run[name] for run in runs] for name in ("logloss", "auroc"))
     auroc_interval = _half_width(auroc)
     if auroc_interval is None:
         low, high = runs[0]["auroc_interval"]
         auroc_interval = (high - low) / 2
-    uncompressed = [dense.get(tuple(run.get(n) for n in _CHANGE_UNCOMPRESSED)) for run in runs]
-    ratios = [a / b - 1 for a, b in zip(logloss, uncompressed, strict=True) if b is not None]
-    is_compared = len(ratios) == len(runs)
+    keys = [tuple(run.get(name) for name in _CHANGE_UNCOMPRESSED) for run in runs]
+    pairs = [(run, dense[key]) for run, key in zip(runs, keys, strict=True) if key in dense]
+    is_compared = len(pairs) == len(runs)
+    ratios = [run["logloss"] / other["logloss"] - 1 for run, other in pairs]
+    differences = [run["auroc"] - other["auroc"] for run, other in pairs]
     return {
         "num_seeds": len(runs),
         **{
             name: statistics.fmean(run[name] for run in runs)
             for name in ("embedding_bytes", "compression_ratio", "samples_per_second")
         },
+        "cache_bytes": statistics.fmean(_cache_bytes(run) for run in runs),
         "logloss": statistics.fmean(logloss),
         "logloss_interval": _half_width(logloss),
         "auroc": statistics.fmean(auroc),
         "auroc_interval": auroc_interval,
         "loss_ratio": statistics.fmean(ratios) if is_compared else None,
         "loss_ratio_interval": _half_width(ratios) if is_compared else None,
+        "auroc_difference": statistics.fmean(differences) if is_compared else None,
+        "auroc_difference_interval": _half_width(differences) if is_compared else None,
     }
+
+
+def _cache_bytes(run: Mapping[str, Any]) -> int:
+    return sum(cache["bytes"] for cache in run.get("row_caches", {}).values())
 
 
 def _half_width(values: Sequence[float]) -> float | None:
