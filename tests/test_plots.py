@@ -51,6 +51,20 @@ def test_a_sweep_is_drawn_with_axes_units_and_a_legend(tmp_path: Path) -> None:
         assert word in words
 
 
+def test_no_line_is_left_out_and_many_have_their_ranks_in_the_legend(tmp_path: Path) -> None:
+    many = [
+        {**record, "tt_tables": tables, "cache_load_factor": cache}
+        for record in records()[:12]
+        for tables in range(3, 7)
+        for cache in (0.0, 0.001, 0.01)
+    ]
+    plot_sweep(many, tmp_path)
+    words = text_of(tmp_path / "sweep_logloss.svg")
+    for tables in range(3, 7):
+        for cache in ("", ", cache 0.10%", ", cache 1.00%"):
+            assert f"{tables} TT tables{cache}, rank 8, 16, 32 -->" in words
+
+
 def test_a_frontier_is_drawn(tmp_path: Path) -> None:
     plans = [{"rank_bytes": 10**k, "step_ms": 9.0 - k, "error": 0.1 * k} for k in range(4, 8)]
     paths = plot_tuned(plans, tmp_path)

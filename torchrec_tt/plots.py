@@ -1,6 +1,7 @@
 """Pictures of what `sweep` measured and `tune` predicts: memory against quality and time."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 from torchrec_tt.schema import NonNegative, NumBytes, Positive, parse, read_json
 
 _MARKERS = "osD^vP*X"
-_SIZE = (6.4, 4.2)  # inches
+_SIZE = (6.4, 4.8)  # inches
+_MAX_LABELLED = 3  # lines whose points have labels; those of more lie over each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +67,16 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
     ):
         figure, axes = _axes("embedding parameters (MB, log scale)", label)
         axes.set_title("Criteo: memory of the tables and what it buys", fontsize="medium")
-        for marker, (title, points) in zip(_MARKERS, _lines(records, key).items(), strict=False):
+        lines = _lines(records, key)
+        are_few = sum("TT" in title for title in lines) <= _MAX_LABELLED
+        for marker, (title, points) in zip(itertools.cycle(_MARKERS), lines.items(), strict=False):
             x, mean, low, high, ranks = zip(*points, strict=True)
-            axes.plot(x, mean, marker=marker, label=title)
+            all_ranks = "" if are_few or "TT" not in title else f", rank {_joined(ranks)}"
+            axes.plot(x, mean, marker=marker, label=title + all_ranks)
             axes.fill_between(x, low, high, alpha=0.15)
             for place, rank in zip(zip(x, mean, strict=True), ranks, strict=True):
                 axes.annotate(
-                    f"rank {rank}" if "TT" in title else "",
+                    f"rank {rank}" if "TT" in title and are_few else "",
                     place,
                     xytext=(5, 5),
                     textcoords="offset points",
@@ -83,7 +88,13 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
             mean = sum(dense) / len(dense)
             axes.axhline(mean, color="black", linestyle="--", label="uncompressed")
         note = "mean over seeds, shaded from least to most" if _has_seeds(records) else None
-        axes.legend(title=note, fontsize="small", title_fontsize="x-small")
+        figure.legend(
+            loc="outside lower center",
+            ncols=2,
+            title=note,
+            fontsize="small",
+            title_fontsize="x-small",
+        )
         paths += _save(figure, folder / name)
     return paths
 
@@ -131,6 +142,7 @@ def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")  # 0.1, not a power of ten
     axes.margins(x=0.12)
     axes.grid(alpha=0.3)
     return figure, axes
@@ -163,6 +175,10 @@ def _title(record: Mapping[str, Any]) -> str:
     if record.get("cache_load_factor"):
         title += f", cache {record['cache_load_factor']:.2%}"
     return title
+
+
+def _joined(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(set(ranks))))
 
 
 def _has_seeds(records: Sequence[Mapping[str, Any]]) -> bool:

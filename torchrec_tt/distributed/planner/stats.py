@@ -106,8 +106,9 @@ class PlanReport:
         """Returns the report for a terminal."""
         result = Table(
             title=f"{self.step_ms:.2f} ms a step: {max(self.rank_ms):.2f} on the busiest rank and "
-            f"{self.fixed_ms:.2f} whatever the placement",
-            caption="; ".join(
+            f"{self.fixed_ms:.2f} fixed, for the step and the collectives of its sharding types",
+            caption="shards go where they even out the ranks: "
+            + "; ".join(
                 f"rank {rank}: {ms:.2f} ms, {_size(num_bytes)} of {_size(self.cap_bytes)}"
                 for rank, (ms, num_bytes) in enumerate(
                     zip(self.rank_ms[:8], self.rank_bytes[:8], strict=True)
