@@ -7,6 +7,7 @@ import embedding_bag as bench
 import torch
 from cached_tables import (
     BATCH,
+    NARROW,
     RATIOS,
     ROWS,
     WIDE,
@@ -161,3 +162,30 @@ def moving(*, num_steps: int = 700) -> Iterator[Line]:
         )
         line = f"    a step takes {step_ms[name]:.2f} ms of {step_ms['none']:.2f}"
         yield line, step_ms[name] / step_ms["none"], None
+
+
+def schedules(*, num_steps: int = 1650) -> Iterator[Line]:
+    """0.01 % of the rows by decay and greatest interval: traffic of `moving`, and at rest."""
+    law, scatter = bench.popularity(1.05)
+    settings = [(0.5, 1000), (0.25, 1000), (0.0, 1000), (0.25, 250), (0.0, 250)]
+    settings += [(0.5, 100), (0.25, 100), (0.0, 100)]
+    for title, drift in (("moving", 1), ("at rest", 0)):
+        modules = {}
+        for decay, interval in settings:
+            config = RowCacheConfig(
+                load_factor=RATIOS[0], decay=decay, max_refresh_interval=interval
+            )
+            modules[decay, interval] = make_module(NARROW, config)
+        for step in range(num_steps):
+            if step == num_steps - 1000:
+                for module in modules.values():
+                    cache_of(module).reset_statistics()
+            rank = torch.searchsorted(law, torch.rand(BATCH, dtype=torch.float64))
+            ids = scatter[(rank + drift * step) % ROWS]
+            for module in modules.values():
+                module(ids, torch.arange(BATCH + 1)).backward(torch.zeros(BATCH, 4))
+        for (decay, interval), module in modules.items():
+            best = float(law[cache_of(module).num_slots - 1])
+            line = f"{title}, decay {decay}, at most {interval} steps between refreshes: hit rate"
+            rate = hit_rate(module)
+            yield f"{line} {rate:.3f} of {best:.3f}", rate / best, None

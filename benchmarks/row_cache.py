@@ -11,6 +11,7 @@ Sections, each under two minutes on one core:
               that of each step's true top rows
     intervals the same by fixed intervals between refreshes, and the share of the time they take
     moving    hit rate and step time, refreshes included, where a hot row leaves at each step
+    schedules hit rate by decay and greatest interval where hot rows leave, and where they stay
     counters  true top rows that ours and other counters of as many bytes find for a first fill
     memory    bytes of tags and counter over those of the cached rows
 
@@ -47,7 +48,7 @@ from cached_tables import (
     timed,
     training_step,
 )
-from drifting_rows import drift, intervals, moving
+from drifting_rows import drift, intervals, moving, schedules
 
 from torchrec_tt import RowCacheConfig, make_shape
 from torchrec_tt.ops.embedding_bag import cpu_isa
@@ -214,6 +215,7 @@ SECTIONS: dict[str, Callable[..., Iterator[Line]]] = {
     "drift": drift,
     "intervals": intervals,
     "moving": moving,
+    "schedules": schedules,
     "counters": counters,
     "memory": memory,
 }
