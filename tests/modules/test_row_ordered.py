@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -130,3 +131,15 @@ def test_bad_orders_are_named() -> None:
     collection = EmbeddingBagCollection(tables=shared)
     with pytest.raises(ValueError, match=r"features of its own, got 'g', which another table"):
         RowOrderedCollection(collection, {"a": frequency_order(torch.arange(30))})
+
+
+def test_a_tensor_dict_is_looked_up_and_other_features_are_refused() -> None:
+    ordered, batch = reordered(pooled(), ["a"]), features()
+    columns = {
+        key: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
+        for key, jagged in batch.to_dict().items()
+    }
+    found = ordered(TensorDict(columns, batch_size=[5]))
+    torch.testing.assert_close(found.values(), ordered(batch).values(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="features must be a KeyedJaggedTensor or a Ten"):
+        ordered(None)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_tt.modules.features import check_features
 from torchrec_tt.tt.row_order import new_ids
 
 
@@ -72,6 +74,8 @@ def _renamed(
     features: KeyedJaggedTensor, orders: Sequence[Tensor], places: Mapping[str, int]
 ) -> KeyedJaggedTensor:
     """Renames the ids of each feature by the order at its place."""
+    features = maybe_td_to_kjt(features, None)
+    check_features(features)
     ends = features.offset_per_key()
     values = features.values()
     parts = []
