@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_tt.plots import plot_sweep, plot_tuned
+from torchrec_tt.plots import _lines, plot_sweep, plot_tuned
 
 pytest.importorskip("matplotlib")
 
@@ -63,6 +63,28 @@ def test_no_line_is_left_out_and_many_have_their_ranks_in_the_legend(tmp_path: P
     for tables in range(3, 7):
         for cache in ("", ", cache 0.10%", ", cache 1.00%"):
             assert f"{tables} TT tables{cache}, rank 8, 16, 32 -->" in words
+
+
+def test_runs_of_other_factors_are_lines_of_their_own(tmp_path: Path) -> None:
+    same = {"embedding_dim": 16, "tt_init": "gaussian", "tt_row_strategy": "balanced"}
+    runs = [{**record, **same} for record in records()]
+    runs.append({**runs[0], "embedding_dim": 64})
+    runs.append({**runs[0], "tt_init": "uniform", "tt_row_strategy": "fast"})
+    plot_sweep(runs, tmp_path)
+    words = text_of(tmp_path / "sweep_logloss.svg")
+    assert "3 TT tables, dimension 64, rank 8" in words
+    assert "3 TT tables, uniform, fast factors, rank 8" in words
+    assert "3 TT tables, rank 8, 16, 32" in words
+
+
+def test_row_caches_count_as_memory(tmp_path: Path) -> None:
+    run = records()[0]
+    caches = {"t_0": {"bytes": 99_000_000.0}}
+    cached = {**run, "cache_load_factor": 0.01, "row_caches": caches}
+    assert _lines([run, cached], "logloss") == {
+        "3 TT tables": [(40.0, 0.5125, 0.5125, 0.5125, 8)],
+        "3 TT tables, cache 1.00%": [(139.0, 0.5125, 0.5125, 0.5125, 8)],
+    }
 
 
 def test_a_frontier_is_drawn(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_tt.schema import NonNegative, NumBytes, Positive, parse, read_json
+from torchrec_tt.sweep_summary import cache_bytes
 
 _MARKERS = "osD^vP*X"
 _SIZE = (6.4, 4.8)  # inches
@@ -46,7 +47,10 @@ def read_plans(path: str | Path) -> list[dict[str, Any]] | None:
 
 
 def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draws memory against logloss and against speed, a line a number of TT tables.
+    """Draws memory, row caches included, against logloss and against speed.
+
+    A line is of one number of TT tables and one cache; where dimension, initialisation or row
+    factors are not the first run's, it is of those too.
 
     Args:
         records: of `results.json`.
@@ -65,7 +69,7 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
         ("sweep_logloss", "logloss", "held-out logloss", "dense_logloss"),
         ("sweep_speed", "samples_per_second", "samples per second", "dense_samples_per_second"),
     ):
-        figure, axes = _axes("embedding parameters (MB, log scale)", label)
+        figure, axes = _axes("embedding tables and row caches (MB, log scale)", label)
         axes.set_title("Criteo: memory of the tables and what it buys", fontsize="medium")
         lines = _lines(records, key)
         are_few = sum("TT" in title for title in lines) <= _MAX_LABELLED
@@ -151,13 +155,14 @@ def _axes(x_label: str, y_label: str) -> tuple[Any, Any]:
 def _lines(
     records: Sequence[Mapping[str, Any]], key: str
 ) -> dict[str, list[tuple[float, float, float, float, int]]]:
-    """MB, mean, least and most over seeds, TT rank; by number of TT tables and cache."""
+    """MB, mean, least and most over seeds, TT rank; by what a line is of."""
     groups: dict[str, dict[tuple[float, int], list[float]]] = {}
     for record in records:
-        title = _title(record)
+        title = _title(record, first=records[0])
         if title == "none":
             continue
-        place = (record["embedding_bytes"] / 1e6, record["tt_rank"])
+        num_bytes = record["embedding_bytes"] + cache_bytes(record)
+        place = (num_bytes / 1e6, record["tt_rank"])
         groups.setdefault(title, {}).setdefault(place, []).append(record[key])
     return {
         title: [
@@ -167,13 +172,20 @@ def _lines(
     }
 
 
-def _title(record: Mapping[str, Any]) -> str:
+def _title(record: Mapping[str, Any], *, first: Mapping[str, Any]) -> str:
     compression = record.get("compression", "tt")
     if compression != "tt":
         return compression
     title = f"{record['tt_tables']} TT tables"
     if record.get("cache_load_factor"):
         title += f", cache {record['cache_load_factor']:.2%}"
+    for name, words in (
+        ("embedding_dim", "dimension {}"),
+        ("tt_init", "{}"),
+        ("tt_row_strategy", "{} factors"),
+    ):
+        if record.get(name) != first.get(name):
+            title += ", " + words.format(record.get(name))
     return title
 
 

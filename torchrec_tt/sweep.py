@@ -108,8 +108,12 @@ class SweepRecord:
         tt_tables: how many there are.
         cache_load_factor: of their row caches; 0 is none.
         compression: "tt", or what is in place of the TT tables.
+        embedding_dim: columns of each table.
+        tt_init: what the cores are drawn from.
+        tt_row_strategy: "balanced" or "fast" row factors.
         seed: of the first weights.
         embedding_bytes: of all tables.
+        row_caches: by table, "bytes" and what its cache counted.
         logloss: held out.
         samples_per_second: of the training.
         dense_logloss: of the uncompressed model, where that was trained too.
@@ -123,7 +127,11 @@ class SweepRecord:
     samples_per_second: Positive
     cache_load_factor: Share = 0.0
     compression: str = "tt"
+    embedding_dim: PositiveInt | None = None
+    tt_init: str | None = None
+    tt_row_strategy: str | None = None
     seed: Count | None = None
+    row_caches: dict[str, dict[str, float]] | None = None
     dense_logloss: Positive | None = None
     dense_samples_per_second: Positive | None = None
 

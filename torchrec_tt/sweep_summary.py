@@ -93,7 +93,7 @@ def _row(
             name: statistics.fmean(run[name] for run in runs)
             for name in ("embedding_bytes", "compression_ratio", "samples_per_second")
         },
-        "cache_bytes": statistics.fmean(_cache_bytes(run) for run in runs),
+        "cache_bytes": statistics.fmean(cache_bytes(run) for run in runs),
         "logloss": statistics.fmean(logloss),
         "logloss_interval": _half_width(logloss),
         "auroc": statistics.fmean(auroc),
@@ -105,8 +105,9 @@ def _row(
     }
 
 
-def _cache_bytes(run: Mapping[str, Any]) -> int:
-    return sum(cache["bytes"] for cache in run.get("row_caches", {}).values())
+def cache_bytes(run: Mapping[str, Any]) -> float:
+    """Bytes of a run's row caches, which come on top of its tables."""
+    return sum(cache["bytes"] for cache in (run.get("row_caches") or {}).values())
 
 
 def _half_width(values: Sequence[float]) -> float | None:
