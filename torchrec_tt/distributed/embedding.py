@@ -118,7 +118,7 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         Raises:
             ValueError: if features of variable batch size do not say where their samples belong,
                 lengths are not those of the ids, or keys, dtypes and whether there are weights
-                differ between the ranks at the first batch, or later from that one.
+                differ between the ranks at the first batch, or keys and weights later from it.
         """
         return super().input_dist(ctx, self._checked(features))
 

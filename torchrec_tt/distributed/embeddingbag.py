@@ -118,7 +118,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         Raises:
             ValueError: if features of variable batch size do not say where their bags belong,
                 lengths are not those of the ids, or keys, dtypes and whether there are weights
-                differ between the ranks at the first batch, or later from that one.
+                differ between the ranks at the first batch, or keys and weights later from it.
         """
         features = self._checked(features)
         ctx.divisor = self._row_wise_mean.divisor(features)

@@ -38,23 +38,19 @@ def form_of(features: KeyedJaggedTensor) -> FeaturesForm:
 
 
 def check_form_again(form: FeaturesForm, *, first: FeaturesForm) -> None:
-    """Raises ValueError for another form than the first batch had.
+    """Raises ValueError for other keys than the first batch had, or for weights where it had none.
 
-    TorchRec notes the keys' places there, and would take one feature for another now.
+    TorchRec notes the keys' places there, and would take one feature for another now. Dtypes may
+    change, as long as they do so on all ranks.
     """
-    if form == first:
-        return
     if form.keys != first.keys:
         raise ValueError(
             f"features must have the keys of the first batch in its order, {first.keys}, "
             f"got {form.keys}"
         )
-    for name, own, expected in zip(form._fields, form, first, strict=True):
-        if own != expected:
-            raise ValueError(
-                f"{name} of features must have the dtype of the first batch's, {expected}, "
-                f"got {own}"
-            )
+    if (form.weights is None) != (first.weights is None):
+        had, has = ("no weights" if w is None else "weights" for w in (first.weights, form.weights))
+        raise ValueError(f"features must have {had} as in the first batch, got {has}")
 
 
 def check_same_form(form: FeaturesForm | ValueError, *, pg: dist.ProcessGroup) -> None:
