@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from files import naming
 from progress import progress
 from tqdm import tqdm
 
@@ -87,10 +88,8 @@ def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".rank{dist.get_rank()}"
     try:
-        probe.write_bytes(bytes(_PROBE_BYTES))
-    except OSError as error:
-        error.filename = str(folder)
-        raise
+        with naming(folder):
+            probe.write_bytes(bytes(_PROBE_BYTES))
     finally:
         probe.unlink(missing_ok=True)
 

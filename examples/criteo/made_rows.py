@@ -27,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 from blocks import NUM_CATS, NUM_INTS, Block, dense_of, split_rows
+from files import naming
 from numpy.typing import NDArray
 
 from torchrec_tt.tt.factorize import factorize_rows
@@ -225,9 +226,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal=args.signal,
     )
     try:
-        best = write_made_rows(args.output, rows, is_scattered=args.scatter)
+        with naming(args.output):
+            best = write_made_rows(args.output, rows, is_scattered=args.scatter)
     except OSError as error:
-        error.filename = str(args.output)
         sys.stderr.write(f"made_rows.py: error: {error}\n")
         sys.exit(1)
     sys.stdout.write(f"{args.output}: {args.rows} rows, best reachable AUROC {best:.4f}\n")

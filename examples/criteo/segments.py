@@ -14,6 +14,7 @@ from typing import IO
 
 import numpy as np
 from blocks import CAT_NAMES, NUM_CATS, NUM_INTS, dense_of
+from files import naming
 from numpy.typing import NDArray
 from tsv import Rows, parse
 from tsv_files import chunks, open_lines
@@ -134,14 +135,10 @@ def append(path: Path, data: bytes | NDArray) -> None:
     Raises:
         OSError: if it cannot be written; names it.
     """
-    try:
-        with path.open("ab") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    with naming(path), path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _Segment:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from baselines import quantize_int4_
 from checkpoints import CheckpointError, Progress, restore, save
 from data import CriteoDataset
+from files import naming
 from flags import PAPER_BATCH_SIZE, Flags, parse_args
 from job import (
     Model,
@@ -215,11 +216,8 @@ def _report(flags: Flags, metrics: dict[str, Any]) -> None:
     print(summary(metrics), flush=True)
     path = Path(flags.output_dir) / "metrics.json"
     text = json.dumps(without_nan(metrics), indent=2, allow_nan=False)
-    try:
+    with naming(path):
         path.write_text(text + "\n")
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 def _scores(outcome: Outcome) -> dict[str, Any]:
