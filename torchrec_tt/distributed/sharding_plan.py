@@ -27,7 +27,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec_tt.distributed.applied_optimizer import applied_optimizer
 from torchrec_tt.distributed.fused_params import check_output_dtype
 from torchrec_tt.distributed.row_cache import row_cache_config
-from torchrec_tt.modules.embedding_configs import TTEmbeddingConfig, TTTableConfig
+from torchrec_tt.modules.embedding_configs import MAX_WEIGHTS, TTEmbeddingConfig, TTTableConfig
 from torchrec_tt.modules.embedding_modules import (
     TTCollection,
     tt_configs,
@@ -165,7 +165,7 @@ def shardable_parameters(module: TTCollection) -> dict[str, nn.Parameter]:
 
 def _logical_weight(module: TTCollection, config: TTTableConfig) -> nn.Parameter:
     size = (config.num_embeddings, config.embedding_dim)
-    if 4 * math.prod(size) >= 2**63:
+    if math.prod(size) >= MAX_WEIGHTS:
         raise ValueError(
             "num_embeddings * embedding_dim must be below 2^61 for a sharded table, as TorchRec "
             f"counts its bytes as rows, got {size[0]} * {size[1]} for table {config.name!r}"

@@ -33,7 +33,7 @@ _DENSE_ONLY = (  # fields of BaseEmbeddingConfig that speak of stored rows; a TT
     "enable_embedding_update",
     "stash_weights",
 )
-_MAX_WEIGHTS = 2**61  # of a regular table: their bytes are counted in 64 bits
+MAX_WEIGHTS = 2**61  # of a regular table or a sharded one, whose bytes are counted in 64 bits
 _POOLINGS = (PoolingType.SUM, PoolingType.MEAN)
 _DENSE_DATA_TYPES = (DataType.FP32, DataType.FP16)  # those of torchrec's collections
 _TT_DATA_TYPES = (DataType.FP32, DataType.BF16, DataType.FP16)
@@ -243,7 +243,7 @@ def _check_each(tables: Sequence[BaseEmbeddingConfig], *, kind: type[BaseEmbeddi
                 f"got {table.data_type!r} for table {table.name!r}"
             )
         num_weights = table.num_embeddings * table.embedding_dim
-        if not isinstance(table, TTTableConfig) and num_weights >= _MAX_WEIGHTS:
+        if not isinstance(table, TTTableConfig) and num_weights >= MAX_WEIGHTS:
             raise ValueError(
                 "num_embeddings * embedding_dim must be below 2^61 for a regular table, got "
                 f"{table.num_embeddings} * {table.embedding_dim} for table {table.name!r}"
