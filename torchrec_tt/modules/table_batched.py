@@ -15,7 +15,7 @@ from torchrec_tt.modules.row_caches import (
     RowCaches,
     RowUse,
     cached_embedding_bag,
-    version_of,
+    versions_of,
 )
 from torchrec_tt.ops.embedding_bag import (
     check_tensors,
@@ -284,7 +284,7 @@ class _StepInBackward(torch.autograd.Function):
         planned: PlannedLookup | None,
     ) -> Tensor:
         ctx.module, ctx.plan, ctx.offsets, ctx.cores = module, batch_plan, offsets, cores
-        ctx.versions = [version_of(core) for core in cores] if ctx.needs_input_grad[5] else None
+        ctx.versions = versions_of(cores) if ctx.needs_input_grad[5] else None
         if weights is not None:
             ctx.save_for_backward(weights)
         caches = module._caches
@@ -307,7 +307,7 @@ class _StepInBackward(torch.autograd.Function):
             )
         weights = next(iter(ctx.saved_tensors), None)
         cores, module = ctx.cores, ctx.module
-        if ctx.versions != [version_of(core) for core in cores]:
+        if ctx.versions != versions_of(cores):
             raise RuntimeError(
                 "cores must be those of the forward pass in its backward, but they were modified "
                 "in between: their gradient depends on them, so let every lookup's backward run "
