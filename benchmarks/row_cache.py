@@ -145,7 +145,7 @@ def refresh(*, measured: int = 2000) -> Iterator[Line]:
             0.02,
         )
         step_ms = (sum(steps) - sum(refreshes)) / measured
-        later = refreshes[-1] * (10_000 - measured) / config.max_refresh_interval
+        later = refreshes[-1] * (10_000 - measured) / config.greatest_interval(ROWS)
         share = (sum(refreshes) + later) / (10_000 * step_ms)
         last = f"the last refresh takes {1e3 * refreshes[-1]:.0f} ms, a step {1e3 * step_ms:.1f}"
         yield f"{100 * ratio:g} % cached, 10,000 steps: {last}", share, 0.02

@@ -414,7 +414,7 @@ def train_a_tiny_table(rank: int) -> tuple[int, int]:
     model = DistributedModelParallel(
         TTEmbeddingBagCollection([table], device="meta"),
         device=torch.device("cpu"),
-        plan=ShardingPlan({"": row_wise_plan(table)}),
+        plan=ShardingPlan({"": row_wise_plan(table, world_size=4)}),
         sharders=[TTEmbeddingBagCollectionSharder()],
     )
     features = KeyedJaggedTensor(["f"], torch.arange(5), lengths=torch.ones(5, dtype=torch.long))
@@ -426,14 +426,14 @@ def train_a_tiny_table(rank: int) -> tuple[int, int]:
     return cache.num_slots, cache.statistics_dict()["refreshes"]
 
 
-def row_wise_plan(table: TTEmbeddingBagConfig) -> Any:
+def row_wise_plan(table: TTEmbeddingBagConfig, *, world_size: int) -> Any:
     collection = TTEmbeddingBagCollection([table], device="meta")
     return construct_module_sharding_plan(
         collection,
         {table.name: row_wise()},
         sharder=TTEmbeddingBagCollectionSharder(),
         local_size=2,
-        world_size=4,
+        world_size=world_size,
         device_type="cpu",
     )
 
@@ -441,3 +441,39 @@ def row_wise_plan(table: TTEmbeddingBagConfig) -> Any:
 @pytest.mark.slow
 def test_a_rank_without_rows_has_a_cache_of_no_slots(two_nodes: Ranks) -> None:
     assert two_nodes.run(train_a_tiny_table) == [(8, 3), (8, 3), (8, 3), (0, 3)]
+
+
+def refresh_at_the_default_intervals(rank: int) -> tuple[int, int, list[int]]:
+    """Slots, what their interval would be, and the steps that began with a refresh."""
+    table = TTEmbeddingBagConfig(
+        name="t",
+        num_embeddings=2033,
+        embedding_dim=4,
+        feature_names=["f"],
+        tt_ranks=[2],
+        cache=RowCacheConfig(load_factor=0.9999, first_refresh=20, refresh_growth=10),
+    )
+    model = DistributedModelParallel(
+        TTEmbeddingBagCollection([table], device="meta"),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"": row_wise_plan(table, world_size=2)}),
+        sharders=[TTEmbeddingBagCollectionSharder()],
+    )
+    (cache,) = [kernel.row_cache("t") for kernel in collection_of(model)._tt_kernels()]
+    steps, counted = [], 0
+    for step in range(500):
+        ids = torch.randint(0, 2033, (4 * (rank + 1),), generator=torch.manual_seed(step))
+        features = KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([len(ids)]))
+        model(features).values().sum().backward()
+        refreshes = cache.statistics_dict()["refreshes"]
+        if refreshes > counted:
+            steps.append(step)
+        counted = refreshes
+    return cache.num_slots, cache.config.greatest_interval(cache.table.block_size), steps
+
+
+@pytest.mark.slow
+def test_shards_of_unlike_slots_refresh_at_the_same_steps(two_ranks: Ranks) -> None:
+    first, last = two_ranks.run(refresh_at_the_default_intervals)
+    assert (first[:2], last[:2]) == ((1024, 102), (1016, 101))  # alone they would part
+    assert first[2] == last[2] == [20, 20 + 200, 20 + 200 + 204]  # 2,040 slots together

@@ -207,6 +207,15 @@ def test_3_training_goes_on_after_a_restore_bit_for_bit(optimizer, dtype):
         assert torch.equal(restored.state_dict()[name], value), name
 
 
+def test_an_interval_from_a_checkpoint_is_at_most_that_of_the_new_schedule():
+    long, short = (make_module(refresh_growth=99, max_refresh_interval=n) for n in (90, 20))
+    for ids in hot_batches(12):
+        train(long, ids)
+    assert cache_of(long).interval == 90
+    short.load_state_dict(long.state_dict())
+    assert cache_of(short).interval == 20
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_4_memory_is_what_the_formula_says_and_not_of_the_size_of_the_table(optimizer, dtype):

@@ -29,10 +29,27 @@ def test_intervals_grow_to_their_limit():
     )
     intervals = [config.first_refresh]
     for _ in range(4):
-        intervals.append(config.next_interval(intervals[-1]))
+        intervals.append(config.next_interval(intervals[-1], num_embeddings=1000))
     assert intervals == [50, 100, 200, 300, 300]
-    fixed = RowCacheConfig(num_rows=8, first_refresh=7, refresh_growth=1)
-    assert fixed.next_interval(7) == 7
+    fixed = RowCacheConfig(num_rows=8, first_refresh=700, refresh_growth=1)
+    assert fixed.next_interval(700, num_embeddings=1000) == 700
+
+
+@pytest.mark.parametrize(
+    ("config", "num_embeddings", "steps"),
+    [
+        (RowCacheConfig(num_rows=8), 10**6, 100),
+        (RowCacheConfig(num_rows=3000), 10**6, 300),
+        (RowCacheConfig(num_rows=3000), 2000, 200),
+        (RowCacheConfig(load_factor=0.001), 3_000_000, 300),
+        (RowCacheConfig(load_factor=0.01), 10**6, 1000),
+        (RowCacheConfig(load_factor=0.01), 10**7, 1000),
+        (RowCacheConfig(num_rows=8, first_refresh=200), 10**6, 200),
+        (RowCacheConfig(num_rows=8, first_refresh=200, max_refresh_interval=7), 10**6, 7),
+    ],
+)
+def test_the_greatest_interval_follows_the_slots_unless_it_is_given(config, num_embeddings, steps):
+    assert config.greatest_interval(num_embeddings) == steps
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,9 @@ class RowCache(nn.Module):
         counted = (len(slots), len(placement.evicted_ids), 1)
         self.statistics[3:] += torch.tensor(counted, device=self.statistics.device)
         self.fold_squares += squares
-        self.interval = self.config.next_interval(self.interval)
+        self.interval = self.config.next_interval(
+            self.interval, num_embeddings=self.table.shape.num_embeddings
+        )
         self.last_refresh = self.num_steps
 
     def statistics_dict(self) -> dict[str, int | float]:
@@ -314,7 +316,9 @@ class RowCache(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not self.schedule.is_meta:
-            self.num_steps, self.last_refresh, self.interval = self.schedule.tolist()
+            self.num_steps, self.last_refresh, interval = self.schedule.tolist()
+            greatest = self.config.greatest_interval(self.table.shape.num_embeddings)
+            self.interval = min(interval, max(self.config.first_refresh, greatest))
 
     def _write_schedule(self) -> None:
         now = (self.num_steps, self.last_refresh, self.interval)

@@ -31,7 +31,8 @@ class RowCacheConfig:
         first_refresh: training steps before the first fill.
         refresh_growth: each interval over the one before, the first being `first_refresh`; 1 keeps
             it fixed.
-        max_refresh_interval: in training steps.
+        max_refresh_interval: in training steps; None: a tenth of the slots that the whole table
+            would have, but 100 to 1000, and not below `first_refresh`.
         on_evict: what happens to the value of a row that leaves: "fold" moves the cores towards
             it, by least squares; "drop" forgets it.
         dtype: of the rows: float32, bfloat16 or float16; None: float32, float64 beside float64
@@ -54,7 +55,7 @@ class RowCacheConfig:
     decay: float = 0.5
     first_refresh: int = 50
     refresh_growth: float = 3.0
-    max_refresh_interval: int = 1000
+    max_refresh_interval: int | None = None
     on_evict: OnEvict = "fold"
     dtype: torch.dtype | None = None
     optimizer: TTOptimizerConfig | None = None
@@ -74,8 +75,9 @@ class RowCacheConfig:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if not _is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay!r}")
-        for name in ("first_refresh", "max_refresh_interval"):
-            _check_count(name, getattr(self, name))
+        _check_count("first_refresh", self.first_refresh)
+        if self.max_refresh_interval is not None:
+            _check_count("max_refresh_interval", self.max_refresh_interval)
         if not _is_number(self.refresh_growth) or not 1 <= self.refresh_growth < float("inf"):
             raise ValueError(
                 f"refresh_growth must be at least 1 and finite, got {self.refresh_growth!r}"
@@ -94,9 +96,22 @@ class RowCacheConfig:
         assert self.num_rows is not None
         return num_slots(min(self.num_rows, block_size))
 
-    def next_interval(self, interval: int) -> int:
+    def greatest_interval(self, num_embeddings: int) -> int:
+        """Returns the most steps between refreshes, where it is not given by the slots.
+
+        A refresh takes as long as it has slots, and a small cache is the sooner full of rows that
+        are no longer hot. The rows are those of the whole table, which all ranks know: theirs
+        refresh at one step.
+        """
+        if self.max_refresh_interval is not None:
+            return self.max_refresh_interval
+        by_slots = max(100, self.num_slots(num_embeddings) // 10)
+        return max(self.first_refresh, min(1000, by_slots))
+
+    def next_interval(self, interval: int, *, num_embeddings: int) -> int:
         """Returns the steps from a refresh to the next, `interval` being those before it."""
-        return max(1, min(int(interval * self.refresh_growth), self.max_refresh_interval))
+        greatest = self.greatest_interval(num_embeddings)
+        return max(1, min(int(interval * self.refresh_growth), greatest))
 
 
 def _is_number(value: Any) -> bool:

@@ -51,7 +51,7 @@ def row_cache_ms(
 
     Forward reads two sets of tags, 128 bytes, for each distinct row. Backward counts each (24
     bytes), and steps the cached ones: their gradient is summed and read, the row and its state are
-    read and written. Once in `max_refresh_interval` steps a refresh looks every slot's row up and
+    read and written. Once in `greatest_interval` steps a refresh looks every slot's row up and
     passes over the whole cache twice; its share is backward's too.
     """
     cache = row_cache_of(option)
@@ -67,7 +67,8 @@ def row_cache_ms(
         + refreshed.forward_bytes / speed.core_bytes_per_ms
         + 2 * row_cache_storage(option, counts, config) / speed.row_bytes_per_ms
     )
+    greatest = cache.greatest_interval(shape.num_embeddings)
     return (
         128 * distinct / speed.row_bytes_per_ms,
-        stepped / speed.row_bytes_per_ms + refresh_ms / cache.max_refresh_interval,
+        stepped / speed.row_bytes_per_ms + refresh_ms / greatest,
     )
