@@ -11,7 +11,9 @@ from tests.test_compression import RANKS, batch, dlrm
 from torchrec_tt import TTConfig, compress
 from torchrec_tt.checkpoint_compression import compress_checkpoint
 from torchrec_tt.cli import main
+from torchrec_tt.tt.row_order import similarity_order
 
+ORDERED = "tables: {{large: {{tt_ranks: [2, 2]}}}}\nrow_orders: {{{}}}"
 KEY = "sparse_arch.embedding_bag_collection.embedding_bags.large"
 
 
@@ -53,6 +55,51 @@ def test_a_checkpoint_loads_into_the_compressed_model(tmp_path: Path, is_folder:
     model.load_state_dict(loaded["model"])
     torch.testing.assert_close(model(inputs, batch()), expected, rtol=1e-4, atol=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "tt", "tt.yaml"]
+
+
+@pytest.mark.parametrize("order", ["similarity", "order.pt"])
+@pytest.mark.parametrize("is_folder", [True, False], ids=["dcp", "torch.save"])
+def test_rows_in_another_order_load_into_the_model_that_keeps_it(
+    tmp_path: Path, is_folder: bool, order: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = dlrm()
+    inputs = torch.randn(2, 3)
+    source(inputs, batch()).sum().backward()
+    source_state = source.state_dict()
+    momentum = {f"state.{KEY.replace('large', 'small')}.weight.momentum": torch.ones(30, 8)}
+    state = {"model": source_state, "optimizer": momentum}
+    save(tmp_path / "dense", state, is_folder=is_folder)
+    by_hand = torch.randperm(120)
+    torch.save(by_hand, tmp_path / "order.pt")
+    named = order if order == "similarity" else str(tmp_path / order)
+    config = tmp_path / "tt.yaml"
+    tables = "tables: {large: {tt_ranks: [2, 2]}}"
+    config.write_text(f"{tables}\nrow_orders: {{large: {named}}}\n")
+    paths = [str(tmp_path / name) for name in ("dense", "tt")]
+    assert main(["compress", *paths, "--config", str(config), "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"]
+    assert table["order_bytes"] == 4 * 120
+
+    weight = source_state[f"{KEY}.weight"]
+    expected_order = similarity_order(weight, group_size=5) if order == "similarity" else by_hand
+    expected = compress(
+        source, {"large": TTConfig(tt_ranks=[2, 2])}, row_orders={"large": expected_order}
+    )
+    torch.manual_seed(5)
+    fresh = dlrm()
+    for parameter in fresh.parameters():
+        nn.init.normal_(parameter)
+    model = compress(
+        fresh, {"large": TTConfig(tt_ranks=[2, 2])}, row_orders={"large": torch.arange(120)}
+    )
+    inside = KEY.replace("embedding_bag_collection.", "embedding_bag_collection.collection.")
+    moved = {f"state.{inside.replace('large', 'small')}.weight.momentum": torch.zeros(30, 8)}
+    loaded = load(
+        tmp_path / "tt", {"model": model.state_dict(), "optimizer": moved}, is_folder=is_folder
+    )
+    model.load_state_dict(loaded["model"])
+    assert loaded["optimizer"][next(iter(moved))].sum() == 30 * 8
+    torch.testing.assert_close(model(inputs, batch()), expected(inputs, batch()))
 
 
 def test_the_command_says_bytes_and_error_of_each_table(
@@ -98,6 +145,10 @@ def test_state_of_a_compressed_table_is_left_out_and_the_rest_kept(tmp_path: Pat
         ("tables: {large: {tt_ranks: [2, 2], row_factors: [2, 3, 4]}}", "120 x 8.*row_factors"),
         ("tables: {large: {tt_ranks: [2, 2], cache: {num_rows: 4}}}", "cache must be left out"),
         ("tables: {nan: {tt_ranks: [2, 2]}}", "'nan'.*finite"),
+        (ORDERED.format("small: similarity"), "row_orders must be of .*'large'.*got 'small'"),
+        (ORDERED.format("large: 3"), "row_orders.large must be str"),
+        (ORDERED.format("large: nowhere.pt"), "nowhere.pt"),
+        (ORDERED.format("large: ORDER"), r"row_orders.'large'. must have shape .120.*got .30."),
     ],
 )
 def test_bad_input_writes_nothing(
@@ -107,7 +158,9 @@ def test_bad_input_writes_nothing(
     state["embedding_bags.nan.weight"] = torch.full((30, 4), torch.nan)
     dcp.save(state, checkpoint_id=tmp_path / "dense")
     config = tmp_path / "tt.yaml"
-    config.write_text(text)
+    order = tmp_path.with_name(f"{tmp_path.name}.pt")
+    torch.save(torch.arange(30), order)
+    config.write_text(text.replace("ORDER", str(order)))
     paths = [str(tmp_path / name) for name in ("dense", "tt")]
     assert main(["compress", *paths, "--config", str(config)]) == 1
     assert pytest.RaisesExc(match=words).matches(ValueError(capsys.readouterr().err))

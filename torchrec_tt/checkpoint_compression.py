@@ -2,7 +2,8 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint (sharded or not) or a file of torch.save.
 `<collection>.<table>.weight` becomes `<collection>.<table>.tt_cores.<k>`; optimizer state of a
-compressed table is left out, the new parameters have none; everything else is copied.
+compressed table is left out, the new parameters have none; everything else is copied. Where rows
+get another order, names are those of a RowOrderedCollection.
 """
 
 import difflib
@@ -11,9 +12,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,10 +23,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchrec_tt.compression_config import CompressedTable, OnTable, TTConfig
+from torchrec_tt.compression_config import CompressedTable, OnTable, TTConfig, naming
+from torchrec_tt.modules.row_ordered import kept_order
 from torchrec_tt.schema import read_yaml
+from torchrec_tt.tt.row_order import similarity_order
 
-_WEIGHT = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight$")
+RowOrder: TypeAlias = Tensor | Literal["similarity"]
+
+_WEIGHT = re.compile(r"(?:^|\.)(?P<kind>embedding_bags|embeddings)\.(?P<table>[^.]+)\.weight$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +39,24 @@ class CompressionFile:
 
     Attributes:
         tables: how each is compressed, by name; those not named stay as they are.
+        row_orders: by table: "similarity", or a file of torch.save that holds the order of its
+            rows, int [num_embeddings], as of `torchrec_tt.tt.row_order`.
     """
 
     tables: dict[str, TTConfig]
+    row_orders: dict[str, str] = field(default_factory=dict)
+
+    def orders(self) -> dict[str, RowOrder]:
+        """Returns `row_orders`, the files read.
+
+        Raises:
+            ValueError: for a file that holds no tensor.
+            OSError: for one that cannot be read.
+        """
+        return {
+            name: "similarity" if order == "similarity" else _read_order(order)
+            for name, order in self.row_orders.items()
+        }
 
 
 def read_compression_file(path: str | Path) -> CompressionFile:
@@ -63,6 +83,7 @@ def compress_checkpoint(
     target: str | Path,
     tables: Mapping[str, TTConfig],
     *,
+    row_orders: Mapping[str, RowOrder] | None = None,
     on_table: OnTable | None = None,
 ) -> list[CompressedTable]:
     """Writes `target`, the checkpoint `source` with these tables in Tensor-Train form.
@@ -74,6 +95,9 @@ def compress_checkpoint(
         source: a folder of torch.distributed.checkpoint or a file of torch.save.
         target: which must not exist yet.
         tables: by name.
+        row_orders: by table, another order of its rows, int [num_embeddings], or "similarity" for
+            `similarity_order`; a copy of the table's rows is taken then. See RowOrderedCollection,
+            whose names the checkpoint gets.
         on_table: called with each table as it is done.
 
     Raises:
@@ -84,14 +108,17 @@ def compress_checkpoint(
     source, target = Path(source), Path(target)
     if target.exists():
         raise ValueError(f"target must not exist yet, got {str(target)!r}")
+    work = _Work(tables=tables, row_orders=row_orders or {}, on_table=on_table)
     if (source / ".metadata").is_file():
-        return _compress_folder(source, target, tables, on_table)
-    if not source.is_file():
+        _compress_folder(source, target, work)
+    elif source.is_file():
+        _compress_file(source, target, work)
+    else:
         raise ValueError(
             "source must be a folder of torch.distributed.checkpoint or a file of torch.save, got "
             f"{str(source)!r}"
         )
-    return _compress_file(source, target, tables, on_table)
+    return work.done
 
 
 def table_of_compressed(done: list[CompressedTable]) -> RichTable:
@@ -106,51 +133,97 @@ def table_of_compressed(done: list[CompressedTable]) -> RichTable:
             each.name,
             f"{each.shape.num_embeddings:,} x {each.shape.embedding_dim}",
             ",".join(map(str, each.shape.tt_ranks)),
-            f"{each.num_bytes:,}",
+            f"{each.num_bytes + each.order_bytes:,}",
             f"{each.dense_bytes:,}",
-            f"{each.dense_bytes / each.num_bytes:.1f}x",
+            f"{each.dense_bytes / (each.num_bytes + each.order_bytes):.1f}x",
             f"{each.relative_error:.4f}",
         )
     return result
 
 
-def _compress_folder(
-    source: Path, target: Path, tables: Mapping[str, TTConfig], on_table: OnTable | None
-) -> list[CompressedTable]:
+class _Work:
+    """What is to be done, and what was done of it."""
+
+    def __init__(
+        self,
+        *,
+        tables: Mapping[str, TTConfig],
+        row_orders: Mapping[str, RowOrder],
+        on_table: OnTable | None,
+    ) -> None:
+        self._tables, self._row_orders, self._on_table = tables, row_orders, on_table
+        self._ordered: re.Pattern[str] | None = None
+        self.weights: dict[str, str] = {}  # key to table
+        self.done: list[CompressedTable] = []
+
+    def find(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Finds the weights among the source's tensors; raises ValueError for what does not fit."""
+        known = _known_weights(sizes)
+        self.weights = _find_weights(known, sizes, self._tables)
+        _check_orders(self._row_orders, self.weights, sizes)
+        collections = {_collection(key) for key in known if known[key] in self._row_orders}
+        names = {re.escape(known[key]) for key in known if _collection(key) in collections}
+        if names:
+            inside = rf"(^|\.)(embedding_bags|embeddings)\.({'|'.join(sorted(names))})\."
+            self._ordered = re.compile(inside)
+
+    def renamed(self, key: str) -> str:
+        """The key in the target: in a collection with row orders, tables lie one deeper."""
+        return self._ordered.sub(r"\1collection.\2.\3.", key) if self._ordered else key
+
+    def belongs_to_compressed(self, key: str) -> bool:
+        """Whether a key is a compressed weight, or an optimizer's state of one."""
+        inner = [
+            re.search(r"(?:embedding_bags|embeddings)\..*$", weight) for weight in self.weights
+        ]
+        return any(match is not None and match[0] in key for match in inner)
+
+    def compress(self, state: dict[str, Any], key: str, name: str, rows: Tensor) -> None:
+        """Puts into `state` what becomes of a table under `key`."""
+        config, order = self._tables[name], self._row_orders.get(name)
+        if isinstance(order, str):
+            with naming(name):
+                group_size = config.shape(*rows.shape).row_factors[-1]
+                order = similarity_order(rows, group_size=group_size)
+        table, cores = config.compress(name, rows, row_order=order)
+        for k, core in enumerate(cores):
+            state[f"{self.renamed(key).removesuffix('weight')}tt_cores.{k}"] = core
+        if order is not None:
+            state[f"{_collection(key)}row_orders.{name}"] = kept_order(order)
+        self.done.append(table)
+        if self._on_table is not None:
+            self._on_table(table)
+
+
+def _compress_folder(source: Path, target: Path, work: _Work) -> None:
     entries = FileSystemReader(source).read_metadata().state_dict_metadata
     sizes = {
         key: tuple(entry.size)
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    weights = _find_weights(sizes, tables)
+    work.find(sizes)
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
         else None
         for key, entry in entries.items()
-        if not _belongs_to(key, weights)
+        if not work.belongs_to_compressed(key)
     }
     with _written_whole(target) as folder:
         dcp.load(state, checkpoint_id=source, no_dist=True)
-        done: list[CompressedTable] = []
-        for key, name in weights.items():
+        state = {work.renamed(key): value for key, value in state.items()}
+        for key, name in work.weights.items():
             dtype = entries[key].properties.dtype
             with _mapped(sizes[key], dtype, beside=target) as rows:
                 dcp.load({key: rows}, checkpoint_id=source, no_dist=True)
-                table, cores = tables[name].compress(name, rows)
-            _put(state, key, cores, done, table, on_table)
+                work.compress(state, key, name, rows)
         dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return done
 
 
-def _compress_file(
-    source: Path, target: Path, tables: Mapping[str, TTConfig], on_table: OnTable | None
-) -> list[CompressedTable]:
+def _compress_file(source: Path, target: Path, work: _Work) -> None:
     content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
-    sizes = {key: tuple(t.shape) for key, t in _walk(content) if isinstance(t, Tensor)}
-    weights = _find_weights(sizes, tables)
-    done: list[CompressedTable] = []
+    work.find({key: tuple(t.shape) for key, t in _walk(content) if isinstance(t, Tensor)})
 
     def rebuilt(value: Any, prefix: str) -> Any:
         if not isinstance(value, Mapping):
@@ -158,42 +231,38 @@ def _compress_file(
         result: dict[Any, Any] = {}
         for key, inner in value.items():
             path = f"{prefix}{key}"
-            if path in weights:
-                table, cores = tables[weights[path]].compress(weights[path], inner)
-                _put(result, key, cores, done, table, on_table)
-            elif not _belongs_to(path, weights):
-                result[key] = rebuilt(inner, f"{path}.")
+            if path in work.weights:
+                work.compress(result, key, work.weights[path], inner)
+            elif not work.belongs_to_compressed(path):
+                new_key = work.renamed(key) if isinstance(key, str) else key
+                result[new_key] = rebuilt(inner, f"{path}.")
         return result
 
     with _written_whole(target) as path:
         torch.save(rebuilt(content, ""), path)
-    return done
 
 
-def _put(
-    state: dict[str, Any],
-    key: str,
-    cores: list[Tensor],
-    done: list[CompressedTable],
-    table: CompressedTable,
-    on_table: OnTable | None,
-) -> None:
-    for k, core in enumerate(cores):
-        state[f"{key.removesuffix('weight')}tt_cores.{k}"] = core
-    done.append(table)
-    if on_table is not None:
-        on_table(table)
-
-
-def _find_weights(
-    sizes: Mapping[str, tuple[int, ...]], tables: Mapping[str, TTConfig]
-) -> dict[str, str]:
-    """Key to table name of the weights to compress, all checked."""
-    known = {
+def _known_weights(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Key to table name of all weights of tables."""
+    return {
         key: match["table"]
         for key, size in sizes.items()
         if (match := _WEIGHT.search(key)) and len(size) == 2 and not _is_state(key)
     }
+
+
+def _collection(key: str) -> str:
+    """What stands before `embedding_bags` in a weight's key, with its dot."""
+    match = _WEIGHT.search(key)
+    return key[: match.start("kind")] if match else ""
+
+
+def _find_weights(
+    known: Mapping[str, str],
+    sizes: Mapping[str, tuple[int, ...]],
+    tables: Mapping[str, TTConfig],
+) -> dict[str, str]:
+    """Key to table name of the weights to compress, all checked."""
     names = sorted(set(known.values()))
     for name, config in tables.items():
         keys = [key for key, table in known.items() if table == name]
@@ -214,10 +283,36 @@ def _is_state(key: str) -> bool:
     return key.startswith(("optimizer", "optim.")) or ".state." in key
 
 
-def _belongs_to(key: str, weights: Mapping[str, str]) -> bool:
-    """Whether a key is a compressed weight, or an optimizer's state of one."""
-    inner = [re.search(r"(?:embedding_bags|embeddings)\..*$", weight) for weight in weights]
-    return any(match is not None and match[0] in key for match in inner)
+def _check_orders(
+    row_orders: Mapping[str, RowOrder],
+    weights: Mapping[str, str],
+    sizes: Mapping[str, tuple[int, ...]],
+) -> None:
+    names = sorted(set(weights.values()))
+    for name, order in row_orders.items():
+        if name not in names:
+            raise ValueError(f"row_orders must be of the compressed tables {names}, got {name!r}")
+        if isinstance(order, str):
+            if order != "similarity":
+                raise ValueError(
+                    f"row_orders[{name!r}] must be a tensor or 'similarity', got {order!r}"
+                )
+            continue
+        for key in (key for key, table in weights.items() if table == name):
+            if order.shape != sizes[key][:1]:
+                raise ValueError(
+                    f"row_orders[{name!r}] must have shape [{sizes[key][0]}], as {key!r} has "
+                    f"rows, got {list(order.shape)}"
+                )
+        with naming(name):
+            kept_order(order)
+
+
+def _read_order(path: str) -> Tensor:
+    order = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(order, Tensor):
+        raise ValueError(f"{path} must hold a tensor, got {type(order).__name__}")
+    return order
 
 
 def _walk(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

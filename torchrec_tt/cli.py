@@ -114,8 +114,10 @@ def compress(args: argparse.Namespace) -> tuple[dict[str, Any], Any, int]:
     def progress(table: Any) -> None:
         print(f"{table.name}: relative error {table.relative_error:.4f}", file=sys.stderr)
 
-    tables = read_compression_file(args.config).tables
-    done = compress_checkpoint(args.source, args.target, tables, on_table=progress)
+    file = read_compression_file(args.config)
+    done = compress_checkpoint(
+        args.source, args.target, file.tables, row_orders=file.orders(), on_table=progress
+    )
     return {"tables": [dataclasses.asdict(table) for table in done]}, table_of_compressed(done), 0
 
 

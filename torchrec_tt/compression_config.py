@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
+from torchrec_tt.modules.row_ordered import kept_order
 from torchrec_tt.ops.lookup import Precision
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.shape import TTShape
@@ -25,6 +26,7 @@ class CompressedTable:
         shape: with the ranks that were taken.
         dense_bytes: of its rows.
         num_bytes: of its cores.
+        order_bytes: of the row order that is kept with it.
         relative_error: `||rows - TT|| / ||rows||` (Frobenius); None: there were no values.
     """
 
@@ -33,6 +35,7 @@ class CompressedTable:
     dense_bytes: int
     num_bytes: int
     relative_error: float | None
+    order_bytes: int = 0
 
 
 OnTable = Callable[[CompressedTable], None]
@@ -109,8 +112,16 @@ class TTConfig:
     def core_dtype(self) -> torch.dtype:
         return data_type_to_dtype(DataType[self.data_type.upper()])
 
-    def compress(self, name: str, rows: Tensor) -> tuple[CompressedTable, list[Tensor]]:
+    def compress(
+        self, name: str, rows: Tensor, *, row_order: Tensor | None = None
+    ) -> tuple[CompressedTable, list[Tensor]]:
         """Returns what TT-SVD makes of rows, `[num_embeddings, D]`, and its cores.
+
+        Args:
+            name: of the table.
+            rows: with all their values.
+            row_order: int `[num_embeddings]`, as of `torchrec_tt.tt.row_order`: the cores are those
+                of `rows[row_order]`.
 
         Raises:
             ValueError: as `shape`, and for values that are not finite; the message names the table.
@@ -118,7 +129,7 @@ class TTConfig:
         with naming(name):
             shape = self.shape(*rows.shape)
             found = tt_svd(
-                rows,
+                rows if row_order is None else rows[row_order.to(rows.device)],
                 tt_ranks=self.tt_ranks and shape.tt_ranks,
                 max_error=self.max_error,
                 row_factors=shape.row_factors,
@@ -131,5 +142,6 @@ class TTConfig:
             dense_bytes=rows.nbytes,
             num_bytes=sum(core.nbytes for core in cores),
             relative_error=found.relative_error,
+            order_bytes=0 if row_order is None else kept_order(row_order).nbytes,
         )
         return table, cores

@@ -57,9 +57,7 @@ class RowOrderedCollection(nn.Module):
                         f"{feature!r}, which another table looks up too"
                     )
                 self._tables_of_features[feature] = table
-            ids = new_ids(order)
-            small = config.num_embeddings < 2**31
-            self.row_orders.register_buffer(table, ids.to(torch.int32) if small else ids)
+            self.row_orders.register_buffer(table, kept_order(order))
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Returns what the collection does for the renamed ids."""
@@ -67,6 +65,16 @@ class RowOrderedCollection(nn.Module):
         orders = [getattr(self.row_orders, table) for table in tables]
         places = {feature: tables.index(t) for feature, t in self._tables_of_features.items()}
         return self.collection(_renamed(features, orders, places))
+
+
+def kept_order(order: Tensor) -> Tensor:  # int [num_embeddings] each
+    """Returns the buffer that a RowOrderedCollection keeps of an order: where each id went.
+
+    Raises:
+        ValueError: if `order` is no permutation.
+    """
+    ids = new_ids(order)
+    return ids.to(torch.int32) if len(ids) < 2**31 else ids
 
 
 @torch.fx.wrap
