@@ -69,6 +69,7 @@ static void forward(const TableView<T>& t, const PlanView& plan, int64_t begin, 
   for (int64_t q = begin; q < end; q += batch.count) {
     batch.take(q, end);
     for (int64_t k = 0; k < batch.count; k++) {
+      batch.prefetch_part_of_next_mid();
       const int64_t end_row = plan.prefix_starts[q + k + 1];
       for (int64_t u = plan.prefix_starts[q + k]; u < end_row; u++) {
         if (u + kRowsAhead < end_row) prefetch_last(batch, k, u + kRowsAhead);
@@ -248,6 +249,7 @@ static void backward(const TableView<T>& t, const PlanView& plan, const GradView
     prefetch_rows(grad, chunk, batch, 0);
     for (int64_t k = 0; k < batch.count; k++) {
       if (k + 1 < batch.count) prefetch_rows(grad, chunk, batch, k + 1);
+      batch.prefetch_part_of_next_mid();
       backward_rows(t, grad, chunk, batch, k, at);
     }
     if (is_first && t.has_mid) {

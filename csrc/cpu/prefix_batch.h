@@ -75,6 +75,8 @@ struct PrefixBatch {
   int64_t head[kPrefixesAtOnce];                     // their heads' places in table.head
   int64_t first_key[kPrefixesAtOnce];                // keys of their rows with last digit 0
   const T* product_of[kPrefixesAtOnce];              // their P [m_rows, ld_rank]
+  const T *next_mid = nullptr, *next_mid_end = nullptr;  // what is still to be asked for
+  int64_t part_size = 0;
 
   PrefixBatch(const TableView<T>& t, const PlanView& p, const ChunkScratch<T>& at)
       : table(t), plan(p), heads(at.heads), products(at.products), mid_scratch(at.mid),
@@ -98,11 +100,21 @@ struct PrefixBatch {
                        table.r_head * table.n_mid, table.rank, table.ld_rank, mid_scratch);
   }
 
-  // The next group is most likely that of the next digit.
-  void prefetch_next_mid() const {
+  // The next group is most likely that of the next digit. Its slice is asked for in as many parts
+  // as there are prefixes in a new group's first batch: at once, it would hold up all else.
+  void plan_prefetch() {
     const int64_t size = table.mid_size();
+    next_mid = next_mid_end = nullptr;
     if (mid + 1 == table.m_mid || table.storage != Storage::kNative) return;
-    prefetch(static_cast<const T*>(table.mid) + (mid + 1) * size, size);
+    next_mid = static_cast<const T*>(table.mid) + (mid + 1) * size;
+    next_mid_end = next_mid + size;
+    part_size = round_up((size + count - 1) / count, 64 / sizeof(T));
+  }
+
+  void prefetch_part_of_next_mid() {
+    const int64_t left = next_mid_end - next_mid, size = left < part_size ? left : part_size;
+    prefetch(next_mid, size);
+    next_mid += size;
   }
 
   void take_head(int64_t slot, int64_t place) {
@@ -135,7 +147,7 @@ struct PrefixBatch {
     if (!table.has_mid) return;
     const int64_t n = table.n_mid * table.ld_rank;
     product(heads, table.r_head, mid_slice, n, count * table.n_head, table.r_head, n, products, n);
-    if (is_new) prefetch_next_mid();
+    if (is_new) plan_prefetch();
   }
 };
 
