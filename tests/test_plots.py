@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_tt.plots import _lines, plot_sweep, plot_tuned
+from torchrec_tt.sweep_summary import loss_ratios
 
 pytest.importorskip("matplotlib")
 
@@ -75,6 +76,25 @@ def test_runs_of_other_factors_are_lines_of_their_own(tmp_path: Path) -> None:
     assert "3 TT tables, dimension 64, rank 8" in words
     assert "3 TT tables, uniform, fast factors, rank 8" in words
     assert "3 TT tables, rank 8, 16, 32" in words
+
+
+def test_logloss_is_drawn_over_the_uncompressed_run_beside_each(tmp_path: Path) -> None:
+    runs = [{**record, "compression": "tt"} for record in records()]
+    dense = [
+        {**run, "compression": "none", "logloss": 0.4 + 0.1 * run["seed"] + 0.01 * run["tt_tables"]}
+        for run in runs
+        if run["tt_rank"] == 8
+    ]
+    plot_sweep([*runs, *dense[:-1]], tmp_path)
+    assert "over uncompressed (%)" not in text_of(tmp_path / "sweep_logloss.svg")
+    plot_sweep([*runs, *dense], tmp_path)
+    assert "over uncompressed (%)" in text_of(tmp_path / "sweep_logloss.svg")
+    ratios = loss_ratios([*runs, *dense])
+    by_run = {
+        (r["tt_rank"], r["tt_tables"], r["seed"]): x for r, x in zip(runs, ratios, strict=False)
+    }
+    assert by_run[8, 3, 0] == pytest.approx(0.5125 / 0.43 - 1)
+    assert by_run[32, 7, 1] == pytest.approx((0.5 + 0.1 / 32 + 0.001) / 0.57 - 1)
 
 
 def test_row_caches_count_as_memory(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_tt.schema import NonNegative, NumBytes, Positive, parse, read_json
-from torchrec_tt.sweep_summary import cache_bytes
+from torchrec_tt.sweep_summary import cache_bytes, loss_ratios
 
+_OVER = "logloss_over_uncompressed"
 _MARKERS = "osD^vP*X"
 _SIZE = (6.4, 4.8)  # inches
 _MAX_LABELLED = 3  # lines whose points have labels; those of more lie over each other
@@ -49,8 +50,9 @@ def read_plans(path: str | Path) -> list[dict[str, Any]] | None:
 def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draws memory, row caches included, against logloss and against speed.
 
-    A line is of one number of TT tables and one cache; where dimension, initialisation or row
-    factors are not the first run's, it is of those too.
+    Logloss is drawn over that of the uncompressed run of the same seed, tables and dimension where
+    each run has one beside it. A line is of one number of TT tables and one cache; where dimension,
+    initialisation or row factors are not the first run's, it is of those too.
 
     Args:
         records: of `results.json`.
@@ -65,8 +67,14 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
     if not records:
         raise ValueError("records must have a run, got none")
     paths = []
+    loss: tuple[str, ...] = ("logloss", "held-out logloss", "dense_logloss")
+    ratios = loss_ratios(records)
+    if None not in ratios:
+        percents = [100 * ratio for ratio in ratios if ratio is not None]
+        records = [{**r, _OVER: x} for r, x in zip(records, percents, strict=True)]
+        loss = (_OVER, "held-out logloss over uncompressed (%)", "")
     for name, key, label, dense_key in (
-        ("sweep_logloss", "logloss", "held-out logloss", "dense_logloss"),
+        ("sweep_logloss", *loss),
         ("sweep_speed", "samples_per_second", "samples per second", "dense_samples_per_second"),
     ):
         figure, axes = _axes("embedding tables and row caches (MB, log scale)", label)
@@ -87,7 +95,7 @@ def plot_sweep(records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]
                     fontsize="x-small",
                 )
         dense = [record[dense_key] for record in records if dense_key in record]
-        dense += [record[key] for record in records if record.get("compression") == "none"]
+        dense += [record[key] for record in records if _is_first_dense(record, records[0])]
         if dense:
             mean = sum(dense) / len(dense)
             axes.axhline(mean, color="black", linestyle="--", label="uncompressed")
@@ -187,6 +195,12 @@ def _title(record: Mapping[str, Any], *, first: Mapping[str, Any]) -> str:
         if record.get(name) != first.get(name):
             title += ", " + words.format(record.get(name))
     return title
+
+
+def _is_first_dense(record: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+    """Whether a run is the uncompressed model of the first run's tables and dimension."""
+    same = all(record.get(name) == first.get(name) for name in ("tt_tables", "embedding_dim"))
+    return record.get("compression") == "none" and same
 
 
 def _joined(ranks: Sequence[int]) -> str:

@@ -33,11 +33,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         records: of `results.json`; those without a logloss are left out.
     """
     records = [record for record in records if record.get("logloss") is not None]
-    dense = {
-        tuple(r.get(name) for name in _CHANGE_UNCOMPRESSED): r
-        for r in records
-        if r.get("compression") == "none"
-    }
+    dense = _dense_runs(records)
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(tuple(record.get(name) for name in _FACTORS), []).append(record)
@@ -74,6 +70,28 @@ def table_of_summary(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def loss_ratios(records: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Returns each run's logloss over the uncompressed run's, less 1.
+
+    That is the run of the same seed, tables and dimension; None where there is none.
+    """
+    dense = _dense_runs(records)
+    pairs = [(record, dense.get(_dense_key(record))) for record in records]
+    return [
+        None if other is None else run["logloss"] / other["logloss"] - 1 for run, other in pairs
+    ]
+
+
+def _dense_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in _CHANGE_UNCOMPRESSED)
+
+
+def _dense_runs(
+    records: Sequence[Mapping[str, Any]],
+) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    return {_dense_key(r): r for r in records if r.get("compression") == "none"}
+
+
 def _row(
     runs: Sequence[Mapping[str, Any]], dense: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -82,8 +100,7 @@ def _row(
     if auroc_interval is None:
         low, high = runs[0]["auroc_interval"]
         auroc_interval = (high - low) / 2
-    keys = [tuple(run.get(name) for name in _CHANGE_UNCOMPRESSED) for run in runs]
-    pairs = [(run, dense[key]) for run, key in zip(runs, keys, strict=True) if key in dense]
+    pairs = [(run, dense[_dense_key(run)]) for run in runs if _dense_key(run) in dense]
     is_compared = len(pairs) == len(runs)
     ratios = [run["logloss"] / other["logloss"] - 1 for run, other in pairs]
     differences = [run["auroc"] - other["auroc"] for run, other in pairs]
