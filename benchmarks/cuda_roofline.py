@@ -75,9 +75,18 @@ def draw(shape: TTShape, *, batch_size: int, num_tables: int, cached_ratio: floa
     )
 
 
-def sort_passes(num_tables: int) -> int:
-    """Of a radix sort of the ids of all tables, 8 bits at a time."""
-    return math.ceil(math.log2(num_tables * NUM_EMBEDDINGS) / 8)
+def sort_bytes(num_keys: int, *, key: int, value: int = 4) -> int:
+    """Per element, of CUB's radix sort: keys are read once, both read and written per 8 bits."""
+    passes = math.ceil(math.log2(num_keys) / 8)
+    return key + 2 * passes * (key + value)
+
+
+def plan_bytes(shape: TTShape, *, num_tables: int) -> int:
+    """Per index, of csrc/cuda/plan.cu without tags, a bag an index; ids of 8 bytes."""
+    num_keys = num_tables * math.prod(shape.row_factors)
+    key = 4 if num_keys < 2**32 else 8
+    offsets, write_keys, mark_rows, scan, write_rows = 8, 12 + key, 8 + key, 16, 32 + key
+    return offsets + write_keys + sort_bytes(num_keys, key=key) + mark_rows + scan + write_rows
 
 
 def stages(shape: TTShape, n: Counts, *, num_tables: int) -> dict[str, Stage]:
@@ -86,38 +95,58 @@ def stages(shape: TTShape, n: Counts, *, num_tables: int) -> dict[str, Stage]:
     dim, head, mid, last = shape.embedding_dim, n0 * r1, r1 * n1 * r2, r2 * n2
     slices = (n.rows * last + n.prefixes * head + n.groups_of_windows * mid) * FLOAT
     product, of_row, row = 2.0 * n0 * mid, 2.0 * dim * r2, dim * FLOAT
+    hits = n.indices - n.misses
     tags = 128.0 if n.cached_rows else 0.0  # two sets a look-up
     parameters = sum(m * size for m, size in zip(shape.row_factors, (head, mid, last), strict=True))
+    bags = 24 * n.indices  # where each index's gradient lies: cleared, made of an offset
+    summed = row + 12  # per index: its gradient, its place in order, where that lies
     made = {
-        "plan": Stage(num_bytes=n.indices * (24 * sort_passes(num_tables) + 96 + tags)),
+        "plan": Stage(num_bytes=n.indices * (plan_bytes(shape, num_tables=num_tables) + tags)),
         "rows": Stage(
             num_bytes=slices + n.rows * row,
             mid_flops=n.prefixes * product,
             flops=n.rows * of_row,
         ),
-        "pool": Stage(num_bytes=n.indices * (2.0 * row + 4), flops=n.indices * dim),
+        "pool": Stage(  # an offset, a row's number, for a cached one its key
+            num_bytes=n.indices * (2.0 * row + 12) + hits * 8, flops=n.indices * dim
+        ),
         "gradients": Stage(  # slices are read, and added to: read and written
-            num_bytes=3.0 * slices + n.misses * row + n.indices * 16,
+            num_bytes=3.0 * slices + bags + n.misses * summed,
             mid_flops=3 * n.prefixes * product,
             flops=2 * n.rows * of_row + n.misses * dim,
         ),
         "step": Stage(num_bytes=4.0 * parameters * FLOAT, flops=2.0 * parameters),
     }
     if n.cached_rows:
-        hits = n.indices - n.misses
         made["cached rows"] = Stage(
-            num_bytes=2.0 * n.cached_rows * row + hits * row + n.indices * 16, flops=hits * dim
+            num_bytes=bags + hits * summed + n.cached_rows * (2.0 * row + 20), flops=hits * dim
         )
-        # a sort by bucket of 24 bits, and 128 bytes of a row's bucket
-        made["counter"] = Stage(num_bytes=n.indices * (24.0 * 3 + 40) + n.rows * 128)
+        made["counter"] = Stage(num_bytes=counter_bytes(n, num_tables=num_tables))
     return made
 
 
+def counter_bytes(n: Counts, *, num_tables: int) -> float:
+    """Of csrc/cuda/row_counter.cu, with 2 cells a slot in buckets of 8."""
+    num_buckets = num_tables * int(0.01 * NUM_EMBEDDINGS) // 4
+    buckets = 8 + sort_bytes(num_buckets, key=4) + 4  # per index: written, sorted, read
+    hit, miss = 12 + 8, 12 + 16 + 160  # a row's key and count; its slot's heat, or its bucket
+    return n.indices * buckets + n.cached_rows * hit + n.rows * miss
+
+
 def tbe(shape: TTShape, n: Counts, *, num_tables: int) -> Stage:
-    """FBGEMM's: plan; a row and the output's per index; gradients, rows read and written."""
+    """FBGEMM's of tables that lie on the device, with SGD; int64 ids, a bag an index.
+
+    As in its sources of 2026: bounds_check_indices, the forward; linearize_index_kernel, SortPairs,
+    RunLengthEncode on cleared lengths and their scan (fbgemm_gpu/src/split_embeddings_utils/
+    transpose_embedding_input.cu, 0579a8f); find_long_segments and kernel_warp_per_row
+    (fbgemm_gpu/codegen/training/backward/embedding_backward_split_*, 0172dcc).
+    """
     row = shape.embedding_dim * FLOAT
-    plan = n.indices * (24.0 * sort_passes(num_tables) + 48)
-    return Stage(num_bytes=plan + n.indices * 3.0 * row + (n.rows + n.cached_rows) * 2.0 * row)
+    check, forward, linearize, lengths = 16, 16 + 2 * row, 28, 4 + 8 + 8
+    sort = sort_bytes(num_tables * NUM_EMBEDDINGS, key=8)
+    an_index = check + forward + linearize + sort + lengths + 4 + row
+    a_row = 12 + 4 + 12 + 2 * row  # written, looked at for its length, stepped
+    return Stage(num_bytes=float(n.indices * an_index + (n.rows + n.cached_rows) * a_row))
 
 
 def bmm(shape: TTShape, num_indices: int) -> Stage:

@@ -15,12 +15,6 @@ int64_t num_places(const Table& t, int64_t num_indices) {
   return t.num_cores == 4 ? std::min(t.m_head, num_indices) : t.m_head;
 }
 
-int bits_of(int64_t targets) {
-  int bits = 1;
-  while (targets >> bits) bits++;
-  return bits;
-}
-
 __global__ void __launch_bounds__(kThreads, kManyBlocks)
     clear_terms(int32_t* places, uint32_t* targets, uint32_t none, int64_t count) {
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
@@ -118,8 +112,8 @@ OrderedSums::OrderedSums(std::vector<CallTable>& tables, int64_t num_indices, in
   sorted_targets = workspace.take<uint32_t>(count);
   places = workspace.take<int32_t>(count);
   sorted_places = workspace.take<int32_t>(count);
-  check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, temporary_bytes, terms.targets, sorted_targets,
-                                             places, sorted_places, count, 0, bits_of(num_targets)));
+  sort_pairs(nullptr, temporary_bytes, terms.targets, sorted_targets, places, sorted_places, count,
+             bits_of(num_targets), nullptr);
   temporary = workspace.take<char>(static_cast<int64_t>(temporary_bytes));
 }
 
@@ -134,9 +128,8 @@ void launch_sum_terms(const OrderedSums& sums, const CallMemory& memory, const B
                       cudaStream_t stream) {
   const int64_t count = 2 * int64_t{sums.terms.num_rows};
   size_t bytes = sums.temporary_bytes;
-  check_cuda(cub::DeviceRadixSort::SortPairs(sums.temporary, bytes, sums.terms.targets,
-                                             sums.sorted_targets, sums.places, sums.sorted_places,
-                                             count, 0, bits_of(sums.num_targets), stream));
+  sort_pairs(sums.temporary, bytes, sums.terms.targets, sums.sorted_targets, sums.places,
+             sums.sorted_places, count, bits_of(sums.num_targets), stream);
   TT_LAUNCH(sum_terms, memory.blocks(sums.num_targets), kThreads, 0, stream, memory.call, b, sums);
 }
 

@@ -1,8 +1,10 @@
 // The plan of a batch on the device: keys of the ids, one radix sort over all tables, a scan that
 // numbers rows and prefixes, and what follows from the numbers. What a plan holds: cpu/plan.cpp.
+// Keys are of 4 bytes where those of all tables fit, as they are sorted in half the time.
 #include "plan.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "../row_tags.h"
 #include "launchers.h"
@@ -69,15 +71,15 @@ __device__ inline int64_t key_of(const KeyTable& t, int64_t id) {
 
 __device__ inline bool is_in(const KeyTable& t, int64_t id) { return id >= 0 && id < t.num_rows; }
 
-// A thread per index: its key, and its place for the sort. 16 to 20 bytes per index, and with a cache
+// A thread per index: its key, and its place for the sort. 12 to 20 bytes per index, and with a cache
 // two sets of tags, 64 bytes each.
-template <typename Index, typename Offset>
+template <typename Index, typename Offset, typename Key>
 __global__ void __launch_bounds__(kThreads)
     write_keys(Keys k,
                const Index* __restrict__ indices,   // [N]
                const Offset* __restrict__ offsets,  // [F * B + 1]
                // outputs
-               uint64_t* __restrict__ keys,  // [N]
+               Key* __restrict__ keys,  // [N]
                int32_t* __restrict__ places,  // [N]
                Found* found) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(&found->num_bad, 1ULL);
     id = 0;
   }
-  keys[i] = static_cast<uint64_t>(key_of(table, id));
+  keys[i] = static_cast<Key>(key_of(table, id));
   places[i] = static_cast<int32_t>(i);
 }
 
@@ -113,10 +115,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A thread per sorted key: 1 where a new row begins, and 2^32 more where a new prefix does. The sums
-// of both stay below 2^31, as N does. Cached rows have no prefix. 16 bytes per index.
+// of both stay below 2^31, as N does. Cached rows have no prefix. 12 to 16 bytes per index.
+template <typename Key>
 __global__ void __launch_bounds__(kThreads)
-    mark_rows(Keys k, const uint64_t* __restrict__ keys,  // [N] sorted
-              uint64_t* __restrict__ marks) {              // [N]
+    mark_rows(Keys k, const Key* __restrict__ keys,  // [N] sorted
+              uint64_t* __restrict__ marks) {         // [N]
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= k.num_indices) return;
   const int64_t key = static_cast<int64_t>(keys[i]);
@@ -141,7 +144,8 @@ struct PlanTensors {
 };
 
 // How many rows begin before the first sorted key that is `cached_key` or more.
-__device__ int64_t count_rows_below(int64_t cached_key, int64_t num_indices, const uint64_t* keys,
+template <typename Key>
+__device__ int64_t count_rows_below(int64_t cached_key, int64_t num_indices, const Key* keys,
                                     const uint64_t* marks) {
   int64_t low = 0, high = num_indices;
   while (low < high) {
@@ -156,10 +160,11 @@ __device__ int64_t count_rows_below(int64_t cached_key, int64_t num_indices, con
 }
 
 // A thread per sorted position, and one past the last: its row's number to its index, its row's and
-// prefix's begin if they begin there, and what lies past all rows and prefixes. 40 bytes per index.
+// prefix's begin if they begin there, and what lies past all rows and prefixes. 36 to 40 bytes per index.
+template <typename Key>
 __global__ void __launch_bounds__(kThreads)
     write_rows(int64_t num_indices, int64_t cached_key,
-               const uint64_t* __restrict__ keys,   // [N] sorted
+               const Key* __restrict__ keys,        // [N] sorted
                const uint64_t* __restrict__ marks,  // [N] summed up
                PlanTensors plan) {
   TT_SHARED(int64_t, num_tt_rows, 1);
@@ -248,20 +253,19 @@ unsigned blocks_for(int64_t threads) {
 
 int bits_of_keys(const PlanCall& call) {
   const CacheTags& last = call.caches.back();
-  const uint64_t largest = static_cast<uint64_t>(last.key_base + last.num_slots - 1);
-  int bits = 1;
-  while (bits < 64 && (largest >> bits)) bits++;
-  return bits;
+  return bits_of(static_cast<uint64_t>(last.key_base + last.num_slots - 1));
 }
 
 // The pieces of the working memory, what the host writes first; without memory just their size.
+template <typename Key>
 struct Workspace {
   int64_t bytes = 0;
   char* from;
   KeyTable* tables;
   int64_t* table_of;
   Found* found;
-  uint64_t *keys, *sorted_keys, *marks;
+  Key *keys, *sorted_keys;
+  uint64_t* marks;
   int32_t* places;
   void* temporary;
   size_t temporary_bytes = 0;
@@ -271,15 +275,19 @@ struct Workspace {
     tables = take<KeyTable>(call.tables.size());
     table_of = take<int64_t>(call.feature_tables.size());
     found = take<Found>(1);
-    keys = take<uint64_t>(n);
-    sorted_keys = take<uint64_t>(n);
+    keys = take<Key>(n);
+    sorted_keys = take<Key>(n);
     places = take<int32_t>(n);
-    marks = keys;  // the keys are sorted by then
+    if constexpr (std::is_same_v<Key, uint64_t>) {
+      marks = keys;  // the keys are sorted by then
+    } else {
+      marks = take<uint64_t>(n);
+    }
     size_t scan_bytes = 0;
     if (n > 0) {
-      check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, temporary_bytes, keys, sorted_keys, places,
-                                                 call.order, n, 0, bits_of_keys(call)));
-      check_cuda(cub::DeviceScan::InclusiveSum(nullptr, scan_bytes, marks, marks, n));
+      sort_pairs(nullptr, temporary_bytes, keys, sorted_keys, places, call.order, n,
+                 bits_of_keys(call), nullptr);
+      sum_up(nullptr, scan_bytes, marks, n, nullptr);
     }
     temporary_bytes = temporary_bytes < scan_bytes ? scan_bytes : temporary_bytes;
     temporary = take<char>(static_cast<int64_t>(temporary_bytes));
@@ -293,8 +301,9 @@ struct Workspace {
   }
 };
 
-template <typename Index, typename Offset>
-void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
+template <typename Index, typename Offset, typename Key>
+void launch(const PlanCall& call, void* workspace, cudaStream_t stream) {
+  Workspace<Key> w(call, workspace);
   const int64_t n = call.num_indices;
   std::vector<KeyTable> tables;
   for (size_t t = 0; t < call.tables.size(); t++) {
@@ -325,37 +334,47 @@ void launch(const PlanCall& call, Workspace& w, cudaStream_t stream) {
   TT_LAUNCH((check_offsets<Offset>), blocks_for(num_offsets), kThreads, 0, stream, keys, offsets,
             w.found);
   if (n > 0) {
-    TT_LAUNCH((write_keys<Index, Offset>), blocks_for(n), kThreads, 0, stream, keys, indices,
+    TT_LAUNCH((write_keys<Index, Offset, Key>), blocks_for(n), kThreads, 0, stream, keys, indices,
               offsets, w.keys, w.places, w.found);
-    check_cuda(cub::DeviceRadixSort::SortPairs(w.temporary, w.temporary_bytes, w.keys, w.sorted_keys,
-                                               w.places, call.order, n, 0, bits_of_keys(call), stream));
-    TT_LAUNCH(mark_rows, blocks_for(n), kThreads, 0, stream, keys, w.sorted_keys, w.marks);
-    check_cuda(cub::DeviceScan::InclusiveSum(w.temporary, w.temporary_bytes, w.marks, w.marks, n, stream));
+    sort_pairs(w.temporary, w.temporary_bytes, w.keys, w.sorted_keys, w.places, call.order, n,
+               bits_of_keys(call), stream);
+    TT_LAUNCH(mark_rows<Key>, blocks_for(n), kThreads, 0, stream, keys, w.sorted_keys, w.marks);
+    sum_up(w.temporary, w.temporary_bytes, w.marks, n, stream);
   }
   const PlanTensors plan{call.order,      call.inverse,       call.row_keys,
                          call.row_starts, call.prefix_starts, call.counts};
-  TT_LAUNCH(write_rows, blocks_for(n + 1), kThreads, 0, stream, n, keys.cached_key, w.sorted_keys,
+  TT_LAUNCH(write_rows<Key>, blocks_for(n + 1), kThreads, 0, stream, n, keys.cached_key, w.sorted_keys,
             w.marks, plan);
   TT_LAUNCH((report<Index, Offset>), 1, 1, 0, stream, keys, indices, offsets, w.found,
             call.counts, call.faults, call.warnings);
 }
 
+bool has_short_keys(const PlanCall& call) { return bits_of_keys(call) <= 32; }
+
+template <typename Index, typename Offset>
+void launch_for(const PlanCall& call, void* workspace, cudaStream_t stream) {
+  (has_short_keys(call) ? launch<Index, Offset, uint32_t> : launch<Index, Offset, uint64_t>)(
+      call, workspace, stream);
+}
+
 }  // namespace
 
-int64_t plan_workspace_bytes(const PlanCall& call) { return Workspace(call, nullptr).bytes; }
+int64_t plan_workspace_bytes(const PlanCall& call) {
+  return has_short_keys(call) ? Workspace<uint32_t>(call, nullptr).bytes
+                              : Workspace<uint64_t>(call, nullptr).bytes;
+}
 
 void launch_plan(const PlanCall& call, void* workspace, cudaStream_t stream) {
-  Workspace w(call, workspace);
   const bool long_offsets = call.has_long_offsets;
-  const auto launch_for = call.has_long_indices
-                              ? (long_offsets ? launch<int64_t, int64_t> : launch<int64_t, int32_t>)
-                              : (long_offsets ? launch<int32_t, int64_t> : launch<int32_t, int32_t>);
-  launch_for(call, w, stream);
+  const auto launch = call.has_long_indices
+                          ? (long_offsets ? launch_for<int64_t, int64_t> : launch_for<int64_t, int32_t>)
+                          : (long_offsets ? launch_for<int32_t, int64_t> : launch_for<int32_t, int32_t>);
+  launch(call, workspace, stream);
 }
 
 cudaError_t probe_device() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, write_rows);
+  return cudaFuncGetAttributes(&attributes, write_rows<uint32_t>);
 }
 
 }  // namespace torchrec_tt::cuda

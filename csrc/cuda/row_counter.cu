@@ -24,7 +24,7 @@ struct Counted {
   const CountedTable* tables;  // [num_tables]
   int num_tables;
   PlanView plan;
-  int64_t num_buckets;  // of all tables: no row's bucket
+  uint32_t num_buckets;  // of all tables: no row's bucket
 
   // The last table whose keys, or slots, begin at or before `key`.
   __device__ int table_of(int64_t key, int64_t CountedTable::*begin) const {
@@ -46,18 +46,19 @@ __device__ float lookups_of(const PlanView& plan, int64_t u) {
 }
 
 // A thread per unique row: counts a cached one in its slot, which no other row has, and gives all the
-// numbers that sort misses by bucket. 20 bytes a row.
+// numbers that sort misses by bucket. 8 bytes an index, 12 a row, 8 a cached one.
 __global__ void __launch_bounds__(kThreads, kManyBlocks)
-    count_hits(Counted c, uint64_t* __restrict__ buckets,  // [N]
+    count_hits(Counted c, uint32_t* __restrict__ buckets,  // [N]
                int32_t* __restrict__ rows) {               // [N]
   const int64_t u = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (u >= c.plan.num_indices) return;
-  uint64_t bucket = static_cast<uint64_t>(c.num_buckets);
-  const int64_t key = c.plan.row_keys[u];
+  uint32_t bucket = c.num_buckets;
+  const int64_t key = u < c.plan.counts[0] ? c.plan.row_keys[u] : 0;
   if (u < c.plan.counts[1]) {
     const CountedTable& t = c.tables[c.table_of(key, &CountedTable::key_base)];
     if (t.to.num_slots > 0) {
-      bucket = t.first_bucket + first_cell(t.row_of_key(key), t.to.num_buckets) / kCells;
+      bucket = static_cast<uint32_t>(
+          t.first_bucket + first_cell(t.row_of_key(key), t.to.num_buckets) / kCells);
     }
   } else if (u < c.plan.counts[0]) {
     const CountedTable& t = c.tables[c.table_of(key, &CountedTable::cached_key)];
@@ -73,15 +74,15 @@ __global__ void __launch_bounds__(kThreads, kManyBlocks)
 
 // A thread per sorted row; that of a bucket's first row counts all of them.
 __global__ void __launch_bounds__(kThreads, kManyBlocks)
-    count_misses(Counted c, const uint64_t* __restrict__ buckets,  // [N] sorted
+    count_misses(Counted c, const uint32_t* __restrict__ buckets,  // [N] sorted
                  const int32_t* __restrict__ rows) {               // [N]
   int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= c.plan.num_indices) return;
-  const uint64_t bucket = buckets[i];
-  if (bucket == static_cast<uint64_t>(c.num_buckets) || (i > 0 && buckets[i - 1] == bucket)) return;
+  const uint32_t bucket = buckets[i];
+  if (bucket == c.num_buckets || (i > 0 && buckets[i - 1] == bucket)) return;
   const CountedTable& t =
       c.tables[c.table_of(c.plan.row_keys[rows[i]], &CountedTable::key_base)];
-  const int64_t first = (static_cast<int64_t>(bucket) - t.first_bucket) * kCells;
+  const int64_t first = (int64_t{bucket} - t.first_bucket) * kCells;
   for (; i < c.plan.num_indices && buckets[i] == bucket; i++) {
     const int64_t id = t.row_of_key(c.plan.row_keys[rows[i]]);
     if (t.to.clock > 0) {
@@ -126,7 +127,7 @@ struct CountMemory {
   Workspace workspace;
   int64_t num_buckets = 0;
   CountedTable* tables;
-  uint64_t *buckets, *sorted_buckets;
+  uint32_t *buckets, *sorted_buckets;
   int32_t *rows, *sorted_rows;
   void* temporary;
   size_t temporary_bytes = 0;
@@ -135,9 +136,11 @@ struct CountMemory {
       : workspace{static_cast<char*>(base)} {
     const int64_t n = plan.num_indices;
     for (const RowCounter& counter : counters) num_buckets += counter.num_buckets;
+    TT_CHECK(num_buckets <= UINT32_MAX, "counter_ids must have less than 2^32 buckets together, got ",
+             num_buckets);
     tables = workspace.take<CountedTable>(static_cast<int64_t>(counters.size()));
-    buckets = workspace.take<uint64_t>(n);
-    sorted_buckets = workspace.take<uint64_t>(n);
+    buckets = workspace.take<uint32_t>(n);
+    sorted_buckets = workspace.take<uint32_t>(n);
     rows = workspace.take<int32_t>(n);
     sorted_rows = workspace.take<int32_t>(n);
     if (n > 0) sort(nullptr, n, nullptr);
@@ -145,10 +148,8 @@ struct CountMemory {
   }
 
   void sort(void* storage, int64_t n, cudaStream_t stream) {
-    int bits = 1;
-    while (num_buckets >> bits) bits++;
-    check_cuda(cub::DeviceRadixSort::SortPairs(storage, temporary_bytes, buckets, sorted_buckets, rows,
-                                               sorted_rows, n, 0, bits, stream));
+    sort_pairs(storage, temporary_bytes, buckets, sorted_buckets, rows, sorted_rows, n,
+               bits_of(num_buckets), stream);
   }
 };
 
@@ -174,7 +175,8 @@ void launch_count(const PlanView& plan, const std::vector<TTShape>& tables,
   }
   launch_upload(counted.data(), static_cast<int64_t>(counted.size() * sizeof(CountedTable)),
                 memory.tables, stream);
-  const Counted c{memory.tables, static_cast<int>(tables.size()), plan, memory.num_buckets};
+  const Counted c{memory.tables, static_cast<int>(tables.size()), plan,
+                  static_cast<uint32_t>(memory.num_buckets)};
   const unsigned blocks = static_cast<unsigned>((n + kThreads - 1) / kThreads);
   TT_LAUNCH(count_hits, blocks, kThreads, 0, stream, c, memory.buckets, memory.rows);
   memory.sort(memory.temporary, n, stream);
