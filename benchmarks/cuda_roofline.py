@@ -41,7 +41,8 @@ class Counts:
     misses: int  # indices that go through the cores, as the next three
     rows: int
     prefixes: int
-    groups_of_windows: int
+    groups: int  # whole ones, or those of every window
+    takes_groups: bool
     cached_rows: int  # unique ones
 
 
@@ -64,13 +65,17 @@ def draw(shape: TTShape, *, batch_size: int, num_tables: int, cached_ratio: floa
     mids = (prefixes % shape.row_factors[1]).sort().values
     # as csrc/cuda/prefix_batch.cuh cuts the prefixes of all tables
     window = min(max(num_tables * len(prefixes) // (8 * MULTIPROCESSORS), 8), 128)
-    cuts = (torch.arange(1, len(mids)) % window == 0) | (mids[1:] != mids[:-1])
+    takes_groups = shape.row_factors[0] <= 2 * window
+    cuts = mids[1:] != mids[:-1]
+    if not takes_groups:
+        cuts |= torch.arange(1, len(mids)) % window == 0
     return Counts(
         indices=batch_size,
         misses=int(is_miss.sum()),
         rows=len(rows),
         prefixes=len(prefixes),
-        groups_of_windows=int(cuts.sum()) + 1,
+        groups=int(cuts.sum()) + 1,
+        takes_groups=takes_groups,
         cached_rows=len(rank[~is_miss].unique()),
     )
 
@@ -93,11 +98,13 @@ def stages(shape: TTShape, n: Counts, *, num_tables: int) -> dict[str, Stage]:
     """What our kernels do, with SGD."""
     (n0, n1, n2), (r1, r2) = shape.col_factors, shape.tt_ranks
     dim, head, mid, last = shape.embedding_dim, n0 * r1, r1 * n1 * r2, r2 * n2
-    slices = (n.rows * last + n.prefixes * head + n.groups_of_windows * mid) * FLOAT
+    mids = n.groups * mid * FLOAT
+    slices = (n.rows * last + n.prefixes * head) * FLOAT + mids
     product, of_row, row = 2.0 * n0 * mid, 2.0 * dim * r2, dim * FLOAT
     hits = n.indices - n.misses
     tags = 128.0 if n.cached_rows else 0.0  # two sets a look-up
     parameters = sum(m * size for m, size in zip(shape.row_factors, (head, mid, last), strict=True))
+    cleared = parameters - (shape.row_factors[1] * mid if n.takes_groups else 0)
     bags = 24 * n.indices  # where each index's gradient lies: cleared, made of an offset
     summed = row + 12  # per index: its gradient, its place in order, where that lies
     made = {
@@ -110,12 +117,12 @@ def stages(shape: TTShape, n: Counts, *, num_tables: int) -> dict[str, Stage]:
         "pool": Stage(  # an offset, a row's number, for a cached one its key
             num_bytes=n.indices * (2.0 * row + 12) + hits * 8, flops=n.indices * dim
         ),
-        "gradients": Stage(  # slices are read, and added to: read and written
-            num_bytes=3.0 * slices + bags + n.misses * summed,
+        "gradients": Stage(  # slices are read, and added to: read and written, or just written
+            num_bytes=3.0 * slices - (mids if n.takes_groups else 0) + bags + n.misses * summed,
             mid_flops=3 * n.prefixes * product,
             flops=2 * n.rows * of_row + n.misses * dim,
         ),
-        "step": Stage(num_bytes=4.0 * parameters * FLOAT, flops=2.0 * parameters),
+        "step": Stage(num_bytes=(3.0 * parameters + cleared) * FLOAT, flops=2.0 * parameters),
     }
     if n.cached_rows:
         made["cached rows"] = Stage(

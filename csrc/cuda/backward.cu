@@ -160,7 +160,7 @@ __device__ void leave_head_grads(const BackwardCall& b, const PrefixBatch& batch
 }
 
 __device__ void leave_mid_grad(const BackwardCall& b, const PrefixBatch& batch, const BatchState& s,
-                               const float* memory) {
+                               bool is_owner, const float* memory) {
   const Table& t = s.table.table;
   const BlockLayout& at = s.table.at;
   const int core = t.mid_core(), width = t.n_mid * t.rank;
@@ -170,7 +170,9 @@ __device__ void leave_mid_grad(const BackwardCall& b, const PrefixBatch& batch, 
     for (int c = threadIdx.x % 32; c < width; c += 32) {
       const float value = from[c / t.rank * at.k_rank + c % t.rank];
       if (b.is_ordered) {
-        grad[row * width + c] += value;  // no other block has this group
+        grad[row * width + c] += value;  // of an earlier turn
+      } else if (is_owner) {
+        grad[row * width + c] = value;  // no other block has this group
       } else {
         atomicAdd(grad + row * width + c, value);
       }
@@ -200,7 +202,7 @@ __device__ void take_rows(const Call& call, const BackwardCall& b, const PrefixB
   }
 }
 
-// One block a job: a window of prefixes, or in deterministic sums its groups. Moves what the forward
+// One block a job: a window of prefixes or its groups, always in deterministic sums. Moves what the forward
 // moves and the gradient of every index; leaves a last slice per unique row, a head slice per prefix
 // and a mid slice per group of a job.
 template <Precision kPrecision, bool kInShared>
@@ -221,10 +223,11 @@ __global__ void __launch_bounds__(kThreads, kInShared ? kFewBlocks : 1)
                prefix_of(call.plan, row_end - 1, num_prefixes) + 1};
   }
   const int64_t size = window_size(call, num_prefixes);
+  const bool is_owner = b.is_ordered || takes_groups(call, num_prefixes);
   PrefixBatch batch;
   for (int64_t job = blockIdx.x; of_turn.begin + job * size < of_turn.end; job += gridDim.x) {
     const Prefixes window = window_of(of_turn, job, size);
-    const Prefixes range = b.is_ordered ? whole_groups(call, window, of_turn) : window;
+    const Prefixes range = is_owner ? whole_groups(call, window, of_turn) : window;
     bool is_first = true;  // of its group in this job
     for (int q = range.begin; q < range.end; q += batch.count) {
       take_prefixes(call, q, range.end, batch, s, memory);
@@ -241,20 +244,24 @@ __global__ void __launch_bounds__(kThreads, kInShared ? kFewBlocks : 1)
       leave_head_grads(b, batch, s, of_turn.begin, memory);
       const int next = q + batch.count;
       is_first = next >= range.end || first_key(call.plan, next) >= batch.group_end;
-      if (t.has_mid && is_first) leave_mid_grad(b, batch, s, memory);
+      if (t.has_mid && is_first) leave_mid_grad(b, batch, s, is_owner, memory);
     }
   }
 }
 
-// One row of blocks a core: gradients that are summed up begin with zeros.
-__global__ void __launch_bounds__(kThreads) clear_grads(const CallTable* tables) {
-  const Table& t = tables[blockIdx.y / kMaxCores].table;
+// One row of blocks a core: gradients that are summed up begin with zeros, and those that may not occur
+// where the step does not know it.
+__global__ void __launch_bounds__(kThreads) clear_grads(Call call, BackwardCall b) {
+  const Table& t = call.tables[blockIdx.y / kMaxCores].table;
   const int core = blockIdx.y % kMaxCores;
   if (core >= t.num_cores) return;
-  const int size = core == t.last_core()                ? t.last_size()
-                   : t.has_mid && core == t.mid_core() ? t.mid_size()
-                   : t.num_cores < 4                    ? t.head_size()
-                                                        : 0;  // those are stored
+  const bool is_mid = t.has_mid && core == t.mid_core();
+  const bool is_stored = is_mid && b.touched && !b.is_ordered &&
+                         takes_groups(call, static_cast<int>(call.plan.counts[2]));
+  const int size = core == t.last_core()        ? t.last_size()
+                   : is_mid && !is_stored       ? t.mid_size()
+                   : t.num_cores < 4 && !is_mid ? t.head_size()
+                                                : 0;  // those are stored
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < t.m[core] * size;
        i += int64_t{gridDim.x} * kThreads) {
     t.grads[core][i] = 0;
@@ -360,7 +367,7 @@ void launch_backward(const Lookup& lookup, const Backward& backward, void* works
   call.prepare(stream);
   memory.bags.prepare(stream);
   TT_LAUNCH(clear_grads, dim3(call.blocks(64), call.call.num_tables * kMaxCores), kThreads, 0, stream,
-            call.call.tables);
+            call.call, memory.b);
   check_cuda(cudaMemsetAsync(memory.b.grad_heads, 0, call.head_floats * sizeof(float), stream));
   if (backward.touched) {
     check_cuda(cudaMemsetAsync(backward.touched, 0, num_slices(lookup) * sizeof(int32_t), stream));

@@ -24,21 +24,6 @@ struct BackwardCall {
   OrderedTerms ordered;
 };
 
-struct Prefixes {
-  int begin, end;
-};
-
-// The first of some prefixes whose rows begin at or after `key`; the block looks 256 through at once.
-__device__ inline int prefix_at(const PlanView& plan, int64_t key, Prefixes from) {
-  int count = kThreads;
-  while (count == kThreads) {
-    const int i = threadIdx.x;
-    count = __syncthreads_count(i < from.end - from.begin && first_key(plan, from.begin + i) < key);
-    from.begin += count;
-  }
-  return from.begin;
-}
-
 // The prefix that holds a row.
 __device__ inline int prefix_of(const PlanView& plan, int row, int num_prefixes) {
   int low = 0, high = num_prefixes - 1;
@@ -51,31 +36,6 @@ __device__ inline int prefix_of(const PlanView& plan, int row, int num_prefixes)
     }
   }
   return low;
-}
-
-__device__ inline Prefixes window_of(const Prefixes& all, int64_t number, int64_t size) {
-  const int64_t begin = all.begin + number * size, end = all.end;
-  return {static_cast<int>(min(begin, end)), static_cast<int>(min(begin + size, end))};
-}
-
-// Where the keys of a prefix's group end; a table without mid has no groups, there it is the prefix's.
-__device__ inline int64_t end_of_group(const Call& call, int prefix) {
-  const int64_t key = first_key(call.plan, prefix);
-  const Table& t = call.tables[table_of(call, key)].table;
-  const int64_t size = t.has_mid ? t.m_head * t.m_last : t.m_last;
-  return t.key_base + ((key - t.key_base) / size + 1) * size;
-}
-
-// The groups that begin in a window, whole; `all` begins and ends some.
-__device__ inline Prefixes whole_groups(const Call& call, const Prefixes& window, const Prefixes& all) {
-  Prefixes groups = window;
-  if (window.begin > all.begin) {
-    groups.begin = prefix_at(call.plan, end_of_group(call, window.begin - 1), window);
-  }
-  if (groups.begin < window.end && window.end < all.end) {
-    groups.end = prefix_at(call.plan, end_of_group(call, window.end - 1), {window.end, all.end});
-  }
-  return groups;
 }
 
 }  // namespace torchrec_tt::cuda

@@ -111,6 +111,7 @@ CallMemory::CallMemory(const Lookup& lookup, bool is_backward, Workspace& worksp
                kMaxHeadDigits, " pairs of their first two digits together on CUDA, got ",
                shape_of(t));
     }
+    if (t.has_mid) call.longest_group = std::max(call.longest_group, t.m_head);
     max_dim = std::max(max_dim, t.dim());
     tables.push_back({t, at});
   }

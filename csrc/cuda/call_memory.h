@@ -26,6 +26,7 @@ struct Call {
   const int32_t* head_slots;  // 4 cores: per head digit its place in the table's heads
   float* heads;               // 4 cores: the products of the heads that occur
   int num_jobs;               // into which the prefixes are cut, or more
+  int64_t longest_group;      // of any table, in prefixes
   int in_shared;              // which tables a kernel takes, by is_tiled
   float* scratch;             // of blocks without shared memory, scratch_stride floats each
   int64_t scratch_stride;

@@ -16,12 +16,14 @@ __global__ void __launch_bounds__(kThreads, kFewBlocks)
   BatchState& s = *state;
   float* memory = kInShared ? shared : call.scratch + blockIdx.x * call.scratch_stride;
   const int num_prefixes = static_cast<int>(call.plan.counts[2]);
-  const int64_t window = window_size(call, num_prefixes);
+  const int64_t size = window_size(call, num_prefixes);
+  const bool whole = takes_groups(call, num_prefixes);
   PrefixBatch batch;
-  for (int64_t begin = blockIdx.x * window; begin < num_prefixes; begin += gridDim.x * window) {
-    const int end = static_cast<int>(min(begin + window, int64_t{num_prefixes}));
-    for (int q = static_cast<int>(begin); q < end; q += batch.count) {
-      take_prefixes(call, q, end, batch, s, memory);
+  for (int64_t job = blockIdx.x; job * size < num_prefixes; job += gridDim.x) {
+    const Prefixes all{0, num_prefixes}, window = window_of(all, job, size);
+    const Prefixes range = whole ? whole_groups(call, window, all) : window;
+    for (int q = range.begin; q < range.end; q += batch.count) {
+      take_prefixes(call, q, range.end, batch, s, memory);
       const Table& t = s.table.table;
       const BlockLayout& at = s.table.at;
       if (t.is_tiled != call.in_shared) continue;

@@ -102,7 +102,8 @@ struct Backward {
   const float* grad_output = nullptr;  // as the output
   bool is_deterministic = false;       // no atomic sums: one result, bit for bit
   float* grad_weights = nullptr;       // [N] or null
-  int32_t* touched = nullptr;          // [slices of all cores] or null: 1 where a slice got a gradient
+  int32_t* touched = nullptr;          // [slices of all cores]: 1 where a slice got a gradient, others
+                                       // hold anything; or null: others hold 0
   int64_t rows_at_once = 0;            // deterministic: rows whose terms are kept; 0: as memory allows
 };
 

@@ -30,6 +30,52 @@ __device__ inline int window_size(const Call& call, int num_prefixes) {
   return max(kLeastWindow, min(num_prefixes / call.num_jobs, kMostWindow));
 }
 
+struct Prefixes {
+  int begin, end;
+};
+
+// The first of some prefixes whose rows begin at or after `key`; the block looks 256 through at once.
+__device__ inline int prefix_at(const PlanView& plan, int64_t key, Prefixes from) {
+  int count = kThreads;
+  while (count == kThreads) {
+    const int i = threadIdx.x;
+    count = __syncthreads_count(i < from.end - from.begin && first_key(plan, from.begin + i) < key);
+    from.begin += count;
+  }
+  return from.begin;
+}
+
+__device__ inline Prefixes window_of(const Prefixes& all, int64_t number, int64_t size) {
+  const int64_t begin = all.begin + number * size, end = all.end;
+  return {static_cast<int>(min(begin, end)), static_cast<int>(min(begin + size, end))};
+}
+
+// Where the keys of a prefix's group end; a table without mid has no groups, there it is the prefix's.
+__device__ inline int64_t end_of_group(const Call& call, int prefix) {
+  const int64_t key = first_key(call.plan, prefix);
+  const Table& t = call.tables[table_of(call, key)].table;
+  const int64_t size = t.has_mid ? t.m_head * t.m_last : t.m_last;
+  return t.key_base + ((key - t.key_base) / size + 1) * size;
+}
+
+// The groups that begin in a window, whole; `all` begins and ends some.
+__device__ inline Prefixes whole_groups(const Call& call, const Prefixes& window, const Prefixes& all) {
+  Prefixes groups = window;
+  if (window.begin > all.begin) {
+    groups.begin = prefix_at(call.plan, end_of_group(call, window.begin - 1), window);
+  }
+  if (groups.begin < window.end && window.end < all.end) {
+    groups.end = prefix_at(call.plan, end_of_group(call, window.end - 1), {window.end, all.end});
+  }
+  return groups;
+}
+
+// Whether no group is much longer than a window: a block then takes whole ones, whose mid slices it
+// loads and whose mid gradients it stores, once.
+__device__ inline bool takes_groups(const Call& call, int num_prefixes) {
+  return call.longest_group <= 2 * window_size(call, num_prefixes);
+}
+
 // Where the head of a digit lies: its slice of core 0, or with 4 cores its place among the products.
 __device__ inline int64_t head_place(const Call& call, const Table& t, int64_t digit) {
   return t.num_cores == 4 ? call.head_slots[t.first_head_digit + digit] : digit;

@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from tests.csrc.emulation import ROOT, Emulation, build
+from tests.csrc.emulation import HERE, ROOT, Emulation, build
 
 CUDA = ROOT / "csrc/cuda"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the tests here time to build: each worker may, on cores that others use as well."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,10 @@ class Kernels:
             ctypes.c_int64(setting.is_deterministic),
             ctypes.c_int64(setting.rows_at_once),
         )
+        for grad, is_touched in zip(
+            grads, touched.split([len(core) for core in cores]), strict=True
+        ):
+            grad[is_touched == 0] = 0  # may hold anything
         return grads, grad_weights, touched
 
     def step(

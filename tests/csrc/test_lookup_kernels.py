@@ -196,12 +196,14 @@ def test_groups_and_prefixes_longer_than_a_block_takes_at_once(kernels, setting)
         case.check(kernels, setting)
 
 
-def test_groups_of_many_windows(kernels):
-    # two groups of 300 prefixes, more than a block looks through at once; windows of 75, 14 and 8
+# Two groups of 300 prefixes, more than a block looks through at once, in windows of 75, 15 and 8;
+# and 30 of 20, which a block takes whole in windows of 75 and 15.
+@pytest.mark.parametrize("row_factors", [(300, 2, 2), (20, 30, 2)])
+def test_groups_of_many_windows(kernels, row_factors):
     shape = TTShape(
         num_embeddings=1200,
         embedding_dim=2,
-        row_factors=(300, 2, 2),
+        row_factors=row_factors,
         col_factors=(1, 2, 1),
         tt_ranks=(2, 2),
     )
