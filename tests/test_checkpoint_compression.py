@@ -102,6 +102,15 @@ def test_rows_in_another_order_load_into_the_model_that_keeps_it(
     torch.testing.assert_close(model(inputs, batch()), expected(inputs, batch()))
 
 
+def test_a_row_order_of_a_table_in_a_mapping_of_its_own_is_refused(tmp_path: Path) -> None:
+    torch.save({"embedding_bags": {"large": {"weight": torch.randn(60, 4)}}}, tmp_path / "dense")
+    tables, orders = {"large": TTConfig(tt_ranks=[2, 2])}, {"large": torch.arange(60)}
+    with pytest.raises(ValueError, match=r"row_orders\['large'\] must be .* in one key.*'weight'"):
+        compress_checkpoint(tmp_path / "dense", tmp_path / "tt", tables, row_orders=orders)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    compress_checkpoint(tmp_path / "dense", tmp_path / "tt", tables)
+
+
 def test_the_command_says_bytes_and_error_of_each_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,7 @@ class _Work:
     ) -> None:
         self._tables, self._row_orders, self._on_table = tables, row_orders, on_table
         self._ordered: re.Pattern[str] | None = None
+        self._compressed: list[str] = []  # keys from `embedding_bags` on
         self.weights: dict[str, str] = {}  # key to table
         self.done: list[CompressedTable] = []
 
@@ -160,6 +161,7 @@ class _Work:
         """Finds the weights among the source's tensors; raises ValueError for what does not fit."""
         known = _known_weights(sizes)
         self.weights = _find_weights(known, sizes, self._tables)
+        self._compressed = [key.removeprefix(_collection(key)) for key in self.weights]
         _check_orders(self._row_orders, self.weights, sizes)
         collections = {_collection(key) for key in known if known[key] in self._row_orders}
         names = {re.escape(known[key]) for key in known if _collection(key) in collections}
@@ -173,21 +175,23 @@ class _Work:
 
     def belongs_to_compressed(self, key: str) -> bool:
         """Whether a key is a compressed weight, or an optimizer's state of one."""
-        inner = [
-            re.search(r"(?:embedding_bags|embeddings)\..*$", weight) for weight in self.weights
-        ]
-        return any(match is not None and match[0] in key for match in inner)
+        return any(compressed in key for compressed in self._compressed)
 
     def compress(self, state: dict[str, Any], key: str, name: str, rows: Tensor) -> None:
-        """Puts into `state` what becomes of a table under `key`."""
+        """Puts into `state` what becomes of a table under `key`, the last part of its whole key."""
         config, order = self._tables[name], self._row_orders.get(name)
         if isinstance(order, str):
             with naming(name):
                 group_size = config.shape(*rows.shape).row_factors[-1]
                 order = similarity_order(rows, group_size=group_size)
+        if order is not None and not _WEIGHT.search(key):
+            raise ValueError(
+                f"row_orders[{name!r}] must be of a table whose collection and name are in one key "
+                f"of the source, as in a state dict, got {key!r} in a mapping of its own"
+            )
         table, cores = config.compress(name, rows, row_order=order)
-        for k, core in enumerate(cores):
-            state[f"{self.renamed(key).removesuffix('weight')}tt_cores.{k}"] = core
+        start = self.renamed(key).removesuffix("weight")
+        state.update({f"{start}tt_cores.{k}": core for k, core in enumerate(cores)})
         if order is not None:
             state[f"{_collection(key)}row_orders.{name}"] = kept_order(order)
         self.done.append(table)

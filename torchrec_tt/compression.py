@@ -36,7 +36,7 @@ from torchrec_tt.modules.embedding_modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingCollection,
 )
-from torchrec_tt.modules.row_ordered import RowOrderedCollection, kept_order
+from torchrec_tt.modules.row_ordered import RowOrderedCollection, order_bytes
 from torchrec_tt.tt.cost import core_bytes
 from torchrec_tt.tt.shape import TTShape
 from torchrec_tt.tt.svd import grow_ranks, round_cores
@@ -201,7 +201,7 @@ def _compressed(
             dense_bytes=weight.nbytes,
             num_bytes=core_bytes(shape, element_size=config.core_dtype.itemsize),
             relative_error=None,
-            order_bytes=0 if row_order is None else kept_order(row_order).nbytes,
+            order_bytes=order_bytes(row_order),
         )
     else:
         done, cores = config.compress(name, weight, row_order=row_order)

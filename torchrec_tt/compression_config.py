@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from torchrec_tt.modules.row_cache_config import RowCacheConfig
-from torchrec_tt.modules.row_ordered import kept_order
+from torchrec_tt.modules.row_ordered import order_bytes
 from torchrec_tt.ops.lookup import Precision
 from torchrec_tt.tt.factorize import RowStrategy, make_shape
 from torchrec_tt.tt.shape import TTShape
@@ -142,6 +142,6 @@ class TTConfig:
             dense_bytes=rows.nbytes,
             num_bytes=sum(core.nbytes for core in cores),
             relative_error=found.relative_error,
-            order_bytes=0 if row_order is None else kept_order(row_order).nbytes,
+            order_bytes=order_bytes(row_order),
         )
         return table, cores

@@ -142,7 +142,7 @@ class CoreOptimizer:
 
     def states(self) -> list[Tensor]:
         """Returns the tensors that the kernels step along with the cores, in their order."""
-        if self.config.optimizer == "sgd" and not self._has_step:
+        if not _MOMENTS[self.config.optimizer] and not self._has_step:
             return []  # asking every core is seen in the time of a small step
         return [tensor for state in self.state.values() for tensor in state.values()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_tt.schema import NonNegative, NumBytes, Positive, parse, read_json
-from torchrec_tt.sweep_summary import cache_bytes, loss_ratios
+from torchrec_tt.sweep_summary import CHANGE_UNCOMPRESSED, cache_bytes, loss_ratios
 
 _OVER = "logloss_over_uncompressed"
 _MARKERS = "osD^vP*X"
@@ -199,7 +199,7 @@ def _title(record: Mapping[str, Any], *, first: Mapping[str, Any]) -> str:
 
 def _is_first_dense(record: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
     """Whether a run is the uncompressed model of the first run's tables and dimension."""
-    same = all(record.get(name) == first.get(name) for name in ("tt_tables", "embedding_dim"))
+    same = all(record.get(name) == first.get(name) for name in CHANGE_UNCOMPRESSED)
     return record.get("compression") == "none" and same
 
 

@@ -20,8 +20,7 @@ from torchrec_tt.schema import (
     parse,
     read_json,
 )
-
-_CHANGE_UNCOMPRESSED = ("tt_tables", "embedding_dim")  # made rows' labels depend on the TT tables
+from torchrec_tt.sweep_summary import CHANGE_UNCOMPRESSED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +197,7 @@ def _one_at_a_time(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
     for name, values in factors.items():
         for value in values[1:]:
             points.append({**centre, name: value})
-            if name in _CHANGE_UNCOMPRESSED and "none" in factors.get("compression", []):
+            if name in CHANGE_UNCOMPRESSED and "none" in factors.get("compression", []):
                 points.append({**centre, name: value, "compression": "none"})
     return points
 

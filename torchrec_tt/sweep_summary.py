@@ -12,7 +12,7 @@ _FACTORS = (
     *("compression", "tt_rank", "tt_tables", "embedding_dim"),
     *("cache_load_factor", "tt_init", "tt_row_strategy"),
 )
-_CHANGE_UNCOMPRESSED = ("tt_tables", "embedding_dim", "seed")
+CHANGE_UNCOMPRESSED = ("tt_tables", "embedding_dim")  # made rows' labels depend on the TT tables
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _Z_975 = 1.96
@@ -83,7 +83,7 @@ def loss_ratios(records: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 
 def _dense_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(record.get(name) for name in _CHANGE_UNCOMPRESSED)
+    return tuple(record.get(name) for name in (*CHANGE_UNCOMPRESSED, "seed"))
 
 
 def _dense_runs(

@@ -38,6 +38,7 @@ from torchrec_tt import (
 )
 from torchrec_tt.distributed.planner.planners import tt_planner
 from torchrec_tt.distributed.sharded_collection import ShardedTTCollection
+from torchrec_tt.modules.row_cache import RowCache
 from torchrec_tt.tt.cores import dense
 
 DP, TW, RW, TWRW = (
@@ -401,41 +402,47 @@ def test_u53_sharded_caches_work_by_themselves_and_follow_the_optimizer(two_rank
         assert set(told) == {(0.5, 7)}
 
 
-def train_a_tiny_table(rank: int) -> tuple[int, int]:
-    """5 rows over 4 ranks in blocks of 2, 2, 1 and 0: slots and refreshes on this rank."""
+def row_wise_table(
+    num_embeddings: int, cache: RowCacheConfig, *, world_size: int
+) -> tuple[DistributedModelParallel, RowCache]:
+    """A sharded collection of one table of feature "f", and this rank's cache of it."""
     table = TTEmbeddingBagConfig(
         name="t",
-        num_embeddings=5,
+        num_embeddings=num_embeddings,
         embedding_dim=4,
         feature_names=["f"],
         tt_ranks=[2],
-        cache=RowCacheConfig(load_factor=0.9, first_refresh=1, refresh_growth=1),
+        cache=cache,
+    )
+    sharder = TTEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        TTEmbeddingBagCollection([table], device="meta"),
+        {"t": row_wise()},
+        sharder=sharder,
+        local_size=2,
+        world_size=world_size,
+        device_type="cpu",
     )
     model = DistributedModelParallel(
         TTEmbeddingBagCollection([table], device="meta"),
         device=torch.device("cpu"),
-        plan=ShardingPlan({"": row_wise_plan(table, world_size=4)}),
-        sharders=[TTEmbeddingBagCollectionSharder()],
+        plan=ShardingPlan({"": plan}),
+        sharders=[sharder],
     )
+    (cache_of_rank,) = [kernel.row_cache("t") for kernel in collection_of(model)._tt_kernels()]
+    return model, cache_of_rank
+
+
+def train_a_tiny_table(rank: int) -> tuple[int, int]:
+    """5 rows over 4 ranks in blocks of 2, 2, 1 and 0: slots and refreshes on this rank."""
+    config = RowCacheConfig(load_factor=0.9, first_refresh=1, refresh_growth=1)
+    model, cache = row_wise_table(5, config, world_size=4)
     features = KeyedJaggedTensor(["f"], torch.arange(5), lengths=torch.ones(5, dtype=torch.long))
     for _ in range(4):
         model(features).values().square().sum().backward()
     state = model.state_dict()
     model.load_state_dict(state)
-    (cache,) = [kernel.row_cache("t") for kernel in collection_of(model)._tt_kernels()]
     return cache.num_slots, cache.statistics_dict()["refreshes"]
-
-
-def row_wise_plan(table: TTEmbeddingBagConfig, *, world_size: int) -> Any:
-    collection = TTEmbeddingBagCollection([table], device="meta")
-    return construct_module_sharding_plan(
-        collection,
-        {table.name: row_wise()},
-        sharder=TTEmbeddingBagCollectionSharder(),
-        local_size=2,
-        world_size=world_size,
-        device_type="cpu",
-    )
 
 
 @pytest.mark.slow
@@ -445,21 +452,8 @@ def test_a_rank_without_rows_has_a_cache_of_no_slots(two_nodes: Ranks) -> None:
 
 def refresh_at_the_default_intervals(rank: int) -> tuple[int, int, list[int]]:
     """Slots, what their interval would be, and the steps that began with a refresh."""
-    table = TTEmbeddingBagConfig(
-        name="t",
-        num_embeddings=2033,
-        embedding_dim=4,
-        feature_names=["f"],
-        tt_ranks=[2],
-        cache=RowCacheConfig(load_factor=0.9999, first_refresh=20, refresh_growth=10),
-    )
-    model = DistributedModelParallel(
-        TTEmbeddingBagCollection([table], device="meta"),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"": row_wise_plan(table, world_size=2)}),
-        sharders=[TTEmbeddingBagCollectionSharder()],
-    )
-    (cache,) = [kernel.row_cache("t") for kernel in collection_of(model)._tt_kernels()]
+    config = RowCacheConfig(load_factor=0.9999, first_refresh=20, refresh_growth=10)
+    model, cache = row_wise_table(2033, config, world_size=2)
     steps, counted = [], 0
     for step in range(500):
         ids = torch.randint(0, 2033, (4 * (rank + 1),), generator=torch.manual_seed(step))

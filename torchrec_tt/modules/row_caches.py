@@ -61,20 +61,14 @@ class PlannedAhead:
 
 def _value_of(tensor: Tensor) -> tuple:
     """What a tensor's elements cannot change without."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, version_of(tensor)
-
-
-def version_of(tensor: Tensor) -> int:
-    """What counts writes; tensors made in torch.inference_mode() have none, and are not trained."""
-    is_inference = not torch.compiler.is_compiling() and tensor.is_inference()  # dynamo cannot ask
-    return 0 if is_inference else tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, *versions_of([tensor])
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns `version_of` each; where all have one, in a third of the time."""
-    if torch.compiler.is_compiling() or not tensors[0].is_inference():
+    """What counts writes; tensors made in torch.inference_mode() have none, and are not trained."""
+    if torch.compiler.is_compiling():  # dynamo cannot ask
         return [tensor._version for tensor in tensors]
-    return [version_of(tensor) for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class RowUse:
@@ -147,7 +141,7 @@ class RowCaches:
 
     def versions(self, name: str = "ids") -> list[int]:
         """Returns what changes with what the slots hold, or the rows' values."""
-        return [version_of(tensor) for tensor in self._all(name)]
+        return versions_of(self._all(name))
 
     def _all(self, name: str) -> list[Tensor]:
         buffers = [None if c is None else c._buffers[name] for c in self._caches]

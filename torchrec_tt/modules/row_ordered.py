@@ -73,8 +73,16 @@ def kept_order(order: Tensor) -> Tensor:  # int [num_embeddings] each
     Raises:
         ValueError: if `order` is no permutation.
     """
-    ids = new_ids(order)
-    return ids.to(torch.int32) if len(ids) < 2**31 else ids
+    return new_ids(order).to(_kept_dtype(order))
+
+
+def order_bytes(order: Tensor | None) -> int:
+    """Returns the bytes of that buffer; None has none."""
+    return 0 if order is None else len(order) * _kept_dtype(order).itemsize
+
+
+def _kept_dtype(order: Tensor) -> torch.dtype:
+    return torch.int32 if len(order) < 2**31 else torch.int64
 
 
 @torch.fx.wrap
