@@ -126,7 +126,7 @@ def take_turns(runs: dict[str, bench.Step], batches: list[bench.Batch]) -> dict[
 def refresh(*, measured: int = 2000) -> Iterator[Line]:
     """The fill and the refreshes of 2,000 steps on fresh batches; later ones cost as the last."""
     torch.ones(7 * 2**20)  # once it has freed so much, glibc keeps memory, as beside a large layer
-    for ratio in RATIOS[1:]:
+    for ratio in RATIOS:
         config = RowCacheConfig(load_factor=ratio)
         module = make_module(WIDE, config)
         caches = module._caches
