@@ -77,7 +77,7 @@ std::string take(FaultRecord* record) {
   const std::lock_guard lock(mutex);
   const std::atomic_ref<int64_t> what(record->fault);  // the device writes it last
   const auto fault = static_cast<Fault>(what.load(std::memory_order_acquire));
-  if (fault == Fault::kNone) return "";
+  if (fault == Fault::kNone || fault == Fault::kWriting) return "";
   const FaultRecord* r = record;
   std::ostringstream text;
   if (fault == Fault::kBadId) {

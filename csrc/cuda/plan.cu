@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../row_tags.h"
+#include "fault.cuh"
 #include "launchers.h"
 #include "sort.h"
 
@@ -215,15 +216,6 @@ __device__ FaultRecord id_fault(const Keys& k, const Index* indices, const Offse
   const int64_t feature = feature_of(k, offsets, at), table = k.table_of[feature];
   const int64_t value = static_cast<int64_t>(indices[at]), limit = k.tables[table].num_rows;
   return {static_cast<int64_t>(Fault::kBadId), at, table, feature, value, limit};
-}
-
-__device__ inline void record(const FaultRecord& what, FaultRecord* into) {
-  if (!into || into->fault != static_cast<int64_t>(Fault::kNone)) return;
-  FaultRecord unsaid = what;
-  unsaid.fault = static_cast<int64_t>(Fault::kNone);
-  *into = unsaid;
-  __threadfence_system();
-  into->fault = what.fault;
 }
 
 // One thread: the number of ids out of range, and the first fault for the host, offsets before ids.

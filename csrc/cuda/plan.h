@@ -12,6 +12,7 @@ namespace torchrec_tt::cuda {
 
 // What is wrong with a batch.
 enum class Fault : int64_t {
+  kWriting = -1,     // by a kernel, see fault.cuh
   kNone,
   kBadId,            // at: place in indices; table, feature, value, limit: its number of rows
   kOffsetsStart,     // value: offsets[0]
@@ -21,7 +22,7 @@ enum class Fault : int64_t {
 
 // In memory of the host that the device writes: the first fault that is not reported yet.
 struct FaultRecord {
-  int64_t fault;  // a Fault, written last
+  int64_t fault;  // a Fault: claims the record, and is written last
   int64_t at, table, feature, value, limit;
 };
 

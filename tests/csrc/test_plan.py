@@ -1,11 +1,12 @@
 """The plan on the device, emulated, equals the CPU's bit for bit."""
 
+import ctypes
 import random
 
 import pytest
 import torch
 
-from tests.csrc.emulation import SCHEDULES
+from tests.csrc.emulation import SCHEDULES, build
 from tests.ops.reference import SHAPES, Batch, make_lookup
 from tests.ops.test_random_lookups import random_table
 from torchrec_tt.ops.embedding_bag import plan
@@ -160,6 +161,36 @@ def test_u25_u32_a_fault_is_raised_later_and_once(indices, offsets, message, fir
             emulated(*good, lookup)
     torch.ops.torchrec_tt_emulated.check_errors(0)
     assert_equals_cpu(emulated, *good, lookup)
+
+
+# 64 faults at once, of two blocks: each says its number in every field.
+FAULTY = """
+#include "fault.cuh"
+
+using torchrec_tt::cuda::FaultRecord;
+
+__global__ void fail(FaultRecord* into) {
+  const int64_t i = 1 + blockIdx.x * blockDim.x + threadIdx.x;
+  torchrec_tt::cuda::record({1, i, i, i, i, i}, into);
+}
+
+extern "C" void run(FaultRecord* into) { TT_LAUNCH(fail, 2, 32, 0, nullptr, into); }
+"""
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_faults_that_meet_are_one(seed):
+    emulation = build("fault_record", [], text=FAULTY)
+    emulation.set_schedule(seed)
+    record = torch.zeros(6, dtype=torch.int64)
+    for _ in range(2):  # the second finds it taken
+        emulation.calls.run(ctypes.c_void_p(record.data_ptr()))
+        emulation.check()
+        assert record[0] == 1
+        assert record[1:].eq(record[1]).all()
+    record[0] = -1  # a kernel of another stream has it
+    emulation.calls.run(ctypes.c_void_p(record.data_ptr()))
+    assert record[0] == -1
 
 
 def test_a_sort_or_scan_that_fails_raises(cuda_operators, emulated):
