@@ -4,12 +4,14 @@ Estimates, no measurement: rows and prefixes are counted in drawn batches, bytes
 from what the kernels of csrc/cuda do, and times from the limits of an H200. A kernel is taken to
 reach `--efficiency` of a limit, and whatever it reads to come from memory each time, though much
 lies in the L2 cache. Beside it, counted alike: FBGEMM's TBE on the uncompressed tables, and
-TT-Rec's way in the place of rows and gradients, a batched product (bmm) per index and core.
+TT-Rec's way in the place of rows and gradients, a batched product (bmm) per index and core. Row
+factors are (200, 220, 250), and those of `row_strategy="fast"`.
 
     python benchmarks/cuda_roofline.py
 """
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from embedding_bag import NUM_EMBEDDINGS, popularity
 
+from torchrec_tt.tt.factorize import make_shape
 from torchrec_tt.tt.shape import TTShape
 
 MEMORY = 4.8e12  # bytes/s of an H200's HBM3e, from its data sheet, as the next two
@@ -24,13 +27,10 @@ FLOAT32 = 67e12  # flop/s of FFMA
 TF32 = 494e12  # flop/s of dense tensor cores
 MULTIPROCESSORS = 132
 FLOAT = 4  # bytes
-STEP_SHAPE = TTShape(
-    num_embeddings=NUM_EMBEDDINGS,
-    embedding_dim=64,
-    row_factors=(200, 220, 250),
-    col_factors=(4, 4, 4),
-    tt_ranks=(32, 32),
-)
+SHAPES = {
+    "balanced": make_shape(NUM_EMBEDDINGS, 64, tt_ranks=[32, 32], row_factors=[200, 220, 250]),
+    "fast": make_shape(NUM_EMBEDDINGS, 64, tt_ranks=[32, 32], row_strategy="fast"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +196,32 @@ def print_stage(name: str, stage: Stage, *, num_tables: int, efficiency: float) 
     return {"stage": name, "bytes": num_bytes, "flops": flops, **us}
 
 
+def print_step(shape: TTShape, n: Counts, *, num_tables: int, efficiency: float) -> list[dict]:
+    """A table of the step's stages and its ratios; returns the stages' records."""
+    setting = {"num_tables": num_tables}
+    columns = "".join(f"{name + ' us':>10}{'GB/s':>7}{'TFLOP/s':>8}" for name in ("fp32", "TF32"))
+    print(f"{'stage':<12}{'MB':>8}{'GFLOP':>7}{columns}  bound by")
+    own = stages(shape, n, **setting)
+    others = {
+        "TBE": tbe(shape, n, **setting),
+        "bmm": bmm(shape, n.indices),
+        **({"bmm, misses": bmm(shape, n.misses)} if n.cached_rows else {}),
+    }
+    rows = {
+        name: print_stage(name, stage, efficiency=efficiency, **setting)
+        for name, stage in (own | others).items()
+    }
+    for precision in ("fp32", "tf32"):
+        us, num_bytes = (sum(rows[name][key] for name in own) for key in (precision, "bytes"))
+        rest = us - rows["rows"][precision] - rows["gradients"][precision]
+        slower = [f"{(rows[name][precision] + rest) / us:.1f}" for name in others if name != "TBE"]
+        print(
+            f"{precision}: {us:.0f} us, {num_bytes / us / 1e3:.0f} GB/s; over TBE "
+            f"{us / rows['TBE'][precision]:.2f}; with a bmm {' or '.join(slower)} times"
+        )
+    return list(rows.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-size", type=int, default=65536)
@@ -209,35 +235,16 @@ def main() -> None:
         f"{FLOAT32 / 1e12:.0f} TFLOP/s in float32, {TF32 / 1e12:.0f} in TF32"
     )
     records = []
-    setting = {"num_tables": args.tables}
-    for cached_ratio in (0.0, 0.01):
-        n = draw(STEP_SHAPE, batch_size=args.batch_size, cached_ratio=cached_ratio, **setting)
-        print(f"\n{args.tables} tables, batch {args.batch_size}, cache {cached_ratio:.0%}: {n}")
-        columns = "".join(
-            f"{name + ' us':>10}{'GB/s':>7}{'TFLOP/s':>8}" for name in ("fp32", "TF32")
+    for (name, shape), cached_ratio in itertools.product(SHAPES.items(), (0.0, 0.01)):
+        n = draw(
+            shape, batch_size=args.batch_size, num_tables=args.tables, cached_ratio=cached_ratio
         )
-        print(f"{'stage':<12}{'MB':>8}{'GFLOP':>7}{columns}  bound by")
-        own = stages(STEP_SHAPE, n, **setting)
-        others = {
-            "TBE": tbe(STEP_SHAPE, n, **setting),
-            "bmm": bmm(STEP_SHAPE, n.indices),
-            **({"bmm, misses": bmm(STEP_SHAPE, n.misses)} if n.cached_rows else {}),
-        }
-        rows = {
-            name: print_stage(name, stage, efficiency=args.efficiency, **setting)
-            for name, stage in (own | others).items()
-        }
-        records += [{"cached_ratio": cached_ratio, **row} for row in rows.values()]
-        for precision in ("fp32", "tf32"):
-            us, num_bytes = (sum(rows[name][key] for name in own) for key in (precision, "bytes"))
-            rest = us - rows["rows"][precision] - rows["gradients"][precision]
-            slower = [
-                f"{(rows[name][precision] + rest) / us:.1f}" for name in others if name != "TBE"
-            ]
-            print(
-                f"{precision}: {us:.0f} us, {num_bytes / us / 1e3:.0f} GB/s; over TBE "
-                f"{us / rows['TBE'][precision]:.2f}; with a bmm {' or '.join(slower)} times"
-            )
+        print(
+            f"\n{name} row factors {shape.row_factors}, {args.tables} tables, "
+            f"batch {args.batch_size}, cache {cached_ratio:.0%}: {n}"
+        )
+        rows = print_step(shape, n, num_tables=args.tables, efficiency=args.efficiency)
+        records += [{"row_factors": name, "cached_ratio": cached_ratio, **row} for row in rows]
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(records, file, indent=1)

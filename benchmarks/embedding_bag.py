@@ -313,7 +313,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bags", default="16384x1", help="BAGSxPOOLING, comma separated")
     parser.add_argument("--dims", default="64", help="comma separated")
     parser.add_argument("--ranks", default="32", help="comma separated")
-    parser.add_argument("--row_factors", default="200,220,250", help="of the TT table")
+    parser.add_argument(
+        "--row_factors",
+        default="200,220,250",
+        help="of the TT table, or fast: three of row_strategy='fast'",
+    )
     parser.add_argument(
         "--order",
         choices=["scattered", "popular"],
@@ -344,7 +348,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.set_default_device(args.device)
     torch.manual_seed(0)
-    row_factors = [int(m) for m in args.row_factors.split(",")]
+    if args.row_factors == "fast":
+        factors, num_cores = {"row_strategy": "fast"}, 3
+    else:
+        row_factors = [int(m) for m in args.row_factors.split(",")]
+        factors, num_cores = {"row_factors": row_factors}, len(row_factors)
     where = f"{cpu_isa()}, {args.threads} threads, {platform.machine()}"
     if args.device == "cuda":
         where = torch.cuda.get_device_name()
@@ -357,10 +365,7 @@ def main() -> None:
     for dim in args.dims.split(","):
         for rank in args.ranks.split(","):
             shape = make_shape(
-                NUM_EMBEDDINGS,
-                int(dim),
-                tt_ranks=[int(rank)] * (len(row_factors) - 1),
-                row_factors=row_factors,
+                NUM_EMBEDDINGS, int(dim), tt_ranks=[int(rank)] * (num_cores - 1), **factors
             )
             for size in args.bags.split(","):
                 records += run(args, shape=shape, size=size)

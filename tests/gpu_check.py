@@ -327,14 +327,15 @@ def commands(folder: pathlib.Path, *, is_quick: bool) -> dict[str, tuple[list[st
     own = [sys.executable, str(pathlib.Path(__file__).resolve()), "--only"]
     chosen = {name: ([*own, name], 45.0) for name in CHECKS if name != "dmp"}
     methods = ["tt", "bmm", "embedding_bag", *(["tbe"] if can_import("fbgemm_gpu") else [])]
-    chosen["benchmark"] = (
-        [
-            *(sys.executable, BENCHMARK, "--device", "cuda", "--methods", ",".join(methods)),
-            *("--bags", "16384x1" if is_quick else "16384x1,65536x1"),
-            *("--json", str(folder / "embedding_bag.json")),
-        ],
-        120,
-    )
+    for name, factors in {"embedding_bag": "200,220,250", "embedding_bag_fast": "fast"}.items():
+        chosen[name] = (
+            [
+                *(sys.executable, BENCHMARK, "--device", "cuda", "--methods", ",".join(methods)),
+                *("--bags", "16384x1" if is_quick else "16384x1,65536x1"),
+                *("--row_factors", factors, "--json", str(folder / f"{name}.json")),
+            ],
+            90,
+        )
     if is_quick:
         return chosen
     if can_import("torchrec"):
@@ -385,7 +386,7 @@ def main() -> int:
         else:
             result = run(command, timeout=min(seconds, left))
         report["checks"][name] = result
-        print(f"{name:<12} {'ok' if result['ok'] else 'FAILED':<7} {result['seconds']:>6} s")
+        print(f"{name:<18} {'ok' if result['ok'] else 'FAILED':<7} {result['seconds']:>6} s")
         print("    " + result["said"].replace("\n", "\n    "), flush=True)
         path.write_text(json.dumps(report, indent=2))
     return 0 if all(result["ok"] for result in report["checks"].values()) else 1
