@@ -175,29 +175,26 @@ struct PlanPointers {
 template <typename Key>
 void find_rows(const Key* keys, int64_t n, const std::vector<TTShape>& tables, int64_t cached_key,
                const PlanPointers& plan) {
-  int64_t num_rows = 0, num_prefixes = 0, t = -1;
-  int64_t prefix_end = 0;  // first key past the current prefix
-  const int64_t first_cached =
-      std::lower_bound(keys, keys + n, static_cast<Key>(cached_key)) - keys;
-  const auto take = [&](int64_t i, auto begin_row) {
-    if (i == 0 || keys[i] != keys[i - 1]) {
-      begin_row(static_cast<int64_t>(keys[i]));
-      plan.row_starts[num_rows] = static_cast<int32_t>(i);
-      plan.row_keys[num_rows++] = static_cast<int64_t>(keys[i]);
-    }
+  int64_t num_rows = 0;
+  plan.row_starts[0] = 0;
+  for (int64_t i = 0; i < n; i++) {  // without a branch: half of the keys are new, in no pattern
+    num_rows += i == 0 || keys[i] != keys[i - 1];
+    plan.row_keys[num_rows - 1] = static_cast<int64_t>(keys[i]);
+    plan.row_starts[num_rows] = static_cast<int32_t>(i + 1);
     plan.inverse[plan.order[i]] = static_cast<int32_t>(num_rows - 1);
-  };
-  for (int64_t i = 0; i < first_cached; i++) {
-    take(i, [&](int64_t key) {
-      if (key < prefix_end) return;
-      while (t < 0 || key >= tables[t].key_base + tables[t].padded_rows()) t++;
-      const int64_t m_last = tables[t].m_last();
-      prefix_end = tables[t].key_base + ((key - tables[t].key_base) / m_last + 1) * m_last;
-      plan.prefix_starts[num_prefixes++] = static_cast<int32_t>(num_rows);
-    });
   }
-  const int64_t num_tt_rows = num_rows;
-  for (int64_t i = first_cached; i < n; i++) take(i, [](int64_t) {});
+  const int64_t num_tt_rows =
+      std::lower_bound(plan.row_keys, plan.row_keys + num_rows, cached_key) - plan.row_keys;
+  int64_t num_prefixes = 0, t = -1;
+  int64_t prefix_end = 0;  // first key past the current prefix
+  for (int64_t row = 0; row < num_tt_rows; row++) {
+    const int64_t key = plan.row_keys[row];
+    if (key < prefix_end) continue;
+    while (t < 0 || key >= tables[t].key_base + tables[t].padded_rows()) t++;
+    const int64_t m_last = tables[t].m_last();
+    prefix_end = tables[t].key_base + ((key - tables[t].key_base) / m_last + 1) * m_last;
+    plan.prefix_starts[num_prefixes++] = static_cast<int32_t>(row);
+  }
   std::fill(plan.row_keys + num_rows, plan.row_keys + n, std::numeric_limits<int64_t>::max());
   std::fill(plan.row_starts + num_rows, plan.row_starts + n + 1, static_cast<int32_t>(n));
   std::fill(plan.prefix_starts + num_prefixes, plan.prefix_starts + n + 1,
