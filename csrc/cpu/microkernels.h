@@ -161,7 +161,7 @@ template <typename T, int kX>
 TT_INLINE void product_rows(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64_t K,
                             int64_t N, T* c, int64_t ld_c) {
   constexpr int64_t W = kWidth<T>;
-  constexpr int kV = kX == 4 ? kWideTile : 4;
+  constexpr int kV = kX == 6 ? 2 : kX == 4 ? kWideTile : 4;
   const int64_t wide = wide_end(N / W, kV) * W;
   int64_t n = 0;
   for (; n < wide; n += kV * W) product_tile<T, kX, kV>(a, ld_a, b + n, ld_b, K, c + n, ld_c);
@@ -185,6 +185,9 @@ TT_INLINE void product(const T* a, int64_t ld_a, const T* b, int64_t ld_b, int64
     for (; x + kTallTile <= X; x += kTallTile) {
       product_tile<T, kTallTile, 2>(a + x * ld_a, ld_a, b, ld_b, K, c + x * ld_c, ld_c);
     }
+  }
+  if (TT_VECTOR_BYTES == 32) {
+    for (; x + 6 <= X; x += 6) product_rows<T, 6>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
   }
   for (; x + 4 <= X; x += 4) product_rows<T, 4>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
   for (; x + 2 <= X; x += 2) product_rows<T, 2>(a + x * ld_a, ld_a, b, ld_b, K, N, c + x * ld_c, ld_c);
