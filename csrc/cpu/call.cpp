@@ -229,9 +229,32 @@ Call<T>::Call(const Tensors& plan_tensors, const Tensors& cores, const Tensors& 
            cores.size());
 }
 
+// Where the bag of each sorted position's index begins in the output's gradient.
+template <typename T>
+static Buffer<int64_t> gradient_places(const Bags<T>& bags) {
+  const int64_t n = bags.num_indices;
+  const int32_t* order = bags.plan.order;
+  Buffer<int64_t> sorted_at = buffer<int64_t>(n);
+  if (!bags.is_pooled) {
+    for (int64_t s = 0; s < n; s++) sorted_at[s] = order[s] * bags.dim();
+    return sorted_at;
+  }
+  const Buffer<int64_t> at = buffer<int64_t>(n);
+  const Features& features = bags.features;
+  const int64_t* begin = bags.offsets.data();  // of the feature's bags
+  for (size_t f = 0; f < features.table.size(); f++) {
+    int64_t column = features.column[f];
+    for (int64_t b = 0; b < features.batch_size; b++, begin++, column += features.num_columns) {
+      for (int64_t i = begin[0]; i < begin[1]; i++) at[i] = column;
+    }
+  }
+  for (int64_t s = 0; s < n; s++) sorted_at[s] = at[order[s]];
+  return sorted_at;
+}
+
 template <typename T>
 OutputGradient<T>::OutputGradient(const Bags<T>& bags, const Tensor& grad_output, T* grad_weights)
-    : at(buffer<int64_t>(bags.num_indices)),
+    : sorted_at(gradient_places(bags)),
       scale(bags.scales(true)),
       weight_scale(grad_weights ? bags.scales(false) : nullptr) {
   TT_CHECK(grad_output.dim() == 2 && grad_output.size(0) == bags.output_rows() &&
@@ -240,18 +263,7 @@ OutputGradient<T>::OutputGradient(const Bags<T>& bags, const Tensor& grad_output
   TT_CHECK(grad_output.is_cpu() && grad_output.is_contiguous() &&
                is_type(grad_output, kScalarType<T>),
            "grad_output must be contiguous, on the CPU and ", kScalarType<T>);
-  if (!bags.is_pooled) {
-    for (int64_t i = 0; i < bags.num_indices; i++) at[i] = i * bags.dim();
-  }
-  const Features& features = bags.features;
-  const int64_t* begin = bags.offsets.data();  // of the feature's bags
-  for (size_t f = 0; bags.is_pooled && f < features.table.size(); f++) {
-    int64_t column = features.column[f];
-    for (int64_t b = 0; b < features.batch_size; b++, begin++, column += features.num_columns) {
-      for (int64_t i = begin[0]; i < begin[1]; i++) at[i] = column;
-    }
-  }
-  view = {static_cast<const T*>(grad_output.const_data_ptr()), at.get(), scale.get(),
+  view = {static_cast<const T*>(grad_output.const_data_ptr()), sorted_at.get(), scale.get(),
           weight_scale.get(), grad_weights};
 }
 

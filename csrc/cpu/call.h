@@ -171,7 +171,7 @@ struct Call : Bags<T> {
 // The gradient of a call's output as its indices see it; their weights' own goes to grad_weights.
 template <typename T>
 struct OutputGradient {
-  Buffer<int64_t> at;  // [N]
+  Buffer<int64_t> sorted_at;  // [N]
   Buffer<T> scale, weight_scale;
   GradView<T> view;
 

@@ -46,9 +46,8 @@ TT_INLINE const T* last_slice(const TableView<T>& t, int64_t digit, T* out, T* s
   return out;
 }
 
-// Slices and gradients lie anywhere, and so does what says where a gradient is: all are asked for
-// this far ahead.
-constexpr int64_t kRowsAhead = 4, kIndicesAhead = 16;
+// Slices and gradients lie anywhere, and are asked for this far ahead.
+constexpr int64_t kRowsAhead = 4;
 
 // Asks for the last slice of unique row u, of the batch's prefix k, and for its gradient.
 template <typename T>
@@ -86,11 +85,13 @@ template <typename T>
 static void pool(const RowsView<T>& rows, int64_t dim, const PlanView& plan, const T* scale,
                  const int64_t* bags, int64_t begin, int64_t end, T* out, int64_t ld_out,
                  T* scratch) {
-  constexpr int64_t kAhead = 16;  // a row lies anywhere, and is asked for this many indices before
+  // A row lies anywhere, and is asked for some indices before; output is large, and asked for as well.
+  constexpr int64_t kAhead = 16, kBagsAhead = 8;
   const auto row = [&](int64_t i) { return read_row(rows, plan, plan.inverse[i], dim, scratch); };
   const int64_t last = bags ? bags[end] : end;
   for (int64_t bag = begin; bag < end; bag++, out += ld_out) {
     const int64_t first = bags ? bags[bag] : bag, next = bags ? bags[bag + 1] : bag + 1;
+    if (bag + kBagsAhead < end) prefetch_to_write(out + kBagsAhead * ld_out, dim);
     if (first == next) std::memset(out, 0, dim * sizeof(T));
     for (int64_t i = first; i < next; i++) {
       if (i + kAhead < last) prefetch_row(rows, plan, plan.inverse[i + kAhead], dim);
@@ -122,10 +123,7 @@ TT_INLINE void prefetch_row_gradient(const GradView<T>& grad, const BackwardChun
   const PlanView& plan = batch.plan;
   const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
   for (int64_t s = begin; s < past && s < begin + 4; s++) {
-    if (s + kIndicesAhead < plan.num_indices) {
-      __builtin_prefetch(grad.grad_at + plan.order[s + kIndicesAhead]);
-    }
-    prefetch(grad.grad_output + grad.grad_at[plan.order[s]], batch.table.dim());
+    prefetch<kLater>(grad.grad_output + grad.sorted_at[s], batch.table.dim());
   }
   prefetch_last(batch, k, u, chunk.last);
 }
@@ -322,7 +320,6 @@ constexpr Kernels<T> make_kernels() {
           &head_grad1<T>,
           &find_slots,
           &cached_weight_gradients<T>,
-          &sum_cached_gradients<T>,
           &step_rows<T>,
           &multiply_adds<T>};
 }

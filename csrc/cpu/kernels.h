@@ -54,7 +54,7 @@ struct TableView {
 template <typename T>
 struct GradView {
   const T* grad_output;      // [B, columns]
-  const int64_t* grad_at;    // [N] where an index's bag begins in grad_output
+  const int64_t* sorted_at;  // [N] where the bag of a sorted position's index begins in grad_output
   const T* scale;            // [N] per-sample weight over mean length, or null for 1
   const T* weight_scale;     // [N] 1 over mean length, or null for 1
   T* grad_weights;           // [N] or null
@@ -195,13 +195,9 @@ struct Kernels {
   // the weights' gradients of the indices of cached unique rows [begin, end); scratch [dim]
   void (*cached_weight_gradients)(const RowsView<T>&, int64_t dim, const PlanView&,
                                   const GradView<T>&, int64_t begin, int64_t end, T* scratch);
-  // sums [end - begin, dim]: adds what cached unique rows [begin, end) get from the indices
-  // [first, last); a row's first index starts its sum, so a table's features come in order
-  void (*sum_cached_gradients)(const PlanView&, const GradView<T>&, int64_t dim, int64_t first,
-                               int64_t last, int64_t begin, int64_t end, T* sums);
-  // steps cached unique rows [begin, end) of one table on their gradients [end - begin, dim]
+  // steps cached unique rows [begin, end) of one table on their summed gradients; scratch [dim]
   void (*step_rows)(const CoreUpdate<T>&, const CachedSlots&, int64_t dim, const PlanView&,
-                    int64_t begin, int64_t end, const T* grads);
+                    const GradView<T>&, int64_t begin, int64_t end, T* scratch);
   // `rounds` times kSumsOfPeak multiply-adds of vectors in registers; the result means nothing
   T (*multiply_adds)(int64_t rounds);
 };

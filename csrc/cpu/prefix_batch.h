@@ -55,9 +55,18 @@ TT_INLINE const T* padded(const T* slice, int64_t rows, int64_t rank, int64_t ld
   return scratch;
 }
 
-template <typename T>
+// How soon something is read: what is asked for early, or is large, goes no nearer than the second
+// cache, where it drives out nothing that is at work.
+enum Soon { kLater = 2, kNow = 3 };
+
+template <Soon kSoon = kNow, typename T>
 TT_INLINE void prefetch(const T* from, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+  for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, kSoon);
+}
+
+template <typename T>
+TT_INLINE void prefetch_to_write(T* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
 }
 
 // Walks the prefixes of a chunk, some of one group (a mid digit) at a time.
@@ -113,7 +122,7 @@ struct PrefixBatch {
 
   void prefetch_part_of_next_mid() {
     const int64_t left = next_mid_end - next_mid, size = left < part_size ? left : part_size;
-    prefetch(next_mid, size);
+    prefetch<kLater>(next_mid, size);
     next_mid += size;
   }
 

@@ -7,40 +7,23 @@
 namespace torchrec_tt {
 namespace {
 
-constexpr int64_t kSumsPerJob = int64_t{1} << 19;  // 2 MiB of sums, read and written at random
-constexpr int64_t kMinRowsPerJob = 64;
+constexpr int64_t kRowsPerJob = 512;
 
 struct Job {
   size_t table;
   int64_t begin, end;  // unique rows
 };
 
-// Cuts the stepped tables' cached rows into jobs, each of which reads all indices of its table: few,
-// but some for every thread.
-template <typename T>
-std::vector<Job> make_jobs(const Bags<T>& bags, const std::vector<CallCache>& caches) {
-  const int64_t share = (bags.num_rows - bags.num_tt_rows) / torch::stable::get_num_threads() + 1;
-  const int64_t most = std::max(kMinRowsPerJob, std::min(share, kSumsPerJob / bags.max_dim()));
+// Cuts the stepped tables' cached rows into jobs.
+std::vector<Job> make_jobs(const std::vector<CallCache>& caches) {
   std::vector<Job> jobs;
   for (size_t t = 0; t < caches.size(); t++) {
     const int64_t end = caches[t].rows ? caches[t].end_row : 0;
-    for (int64_t u = caches[t].first_row; u < end; u += most) {
-      jobs.push_back({t, u, std::min(end, u + most)});
+    for (int64_t u = caches[t].first_row; u < end; u += kRowsPerJob) {
+      jobs.push_back({t, u, std::min(end, u + kRowsPerJob)});
     }
   }
   return jobs;
-}
-
-// The summed gradients [rows, D] of a job's rows.
-template <typename T>
-void sum_gradients(const Bags<T>& bags, const GradView<T>& grad, const Job& job, T* sums) {
-  const Features& features = bags.features;
-  for (size_t f = 0; f < features.table.size(); f++) {
-    if (features.table[f] != static_cast<int64_t>(job.table)) continue;
-    const int64_t* of_bags = bags.offsets.data() + f * features.batch_size;
-    bags.k.sum_cached_gradients(bags.plan, grad, bags.shapes[job.table].embedding_dim(), of_bags[0],
-                                of_bags[features.batch_size], job.begin, job.end, sums);
-  }
 }
 
 const int64_t* tags(const Tensor& ids) { return static_cast<const int64_t*>(ids.const_data_ptr()); }
@@ -60,15 +43,12 @@ void step(const Bags<T>& bags, const GradView<T>& grad, const Tensors& cache_ids
     if (caches[t].rows) stepped.push_back(cached_rows[t]);
   }
   const std::vector<CoreUpdate<T>> updates = settings.updates<T>(stepped, states);
-  const std::vector<Job> jobs = make_jobs(bags, caches);
-  int64_t most_rows = 0;
-  for (const Job& job : jobs) most_rows = std::max(most_rows, job.end - job.begin);
-  for_each_job<T>(jobs.size(), most_rows * bags.max_dim(), [&](int64_t i, T* sums) {
+  const std::vector<Job> jobs = make_jobs(caches);
+  for_each_job<T>(jobs.size(), bags.max_dim(), [&](int64_t i, T* scratch) {
     const Job& job = jobs[i];
-    sum_gradients(bags, grad, job, sums);
     const CachedSlots slots{tags(cache_ids[job.table]), caches[job.table].key_base};
     bags.k.step_rows(updates[place[job.table]], slots, bags.shapes[job.table].embedding_dim(),
-                     bags.plan, job.begin, job.end, sums);
+                     bags.plan, grad, job.begin, job.end, scratch);
   });
 }
 

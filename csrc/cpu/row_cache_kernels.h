@@ -42,50 +42,37 @@ static void cached_weight_gradients(const RowsView<T>& rows, int64_t dim, const 
   }
 }
 
-// Asks for what the step of a row reads and writes.
+// Asks for what the step of cached unique row u, in `slot`, reads and writes.
 template <typename T>
-TT_INLINE void prefetch_step(const CoreUpdate<T>& u, int64_t slot, int64_t dim) {
-  const int64_t bytes = row_bytes<T>(u.storage, dim);
-  prefetch_bytes(static_cast<const char*>(u.weight) + slot * bytes, bytes);
-  if (u.optimizer == Optimizer::kRowwiseAdagrad) {
-    __builtin_prefetch(u.moment1 + slot);
-  } else if (u.moment1) {
-    prefetch(u.moment1 + slot * dim, dim);
-    if (u.moment2) prefetch(u.moment2 + slot * dim, dim);
+TT_INLINE void prefetch_step(const CoreUpdate<T>& step, int64_t slot, int64_t dim,
+                             const PlanView& plan, const GradView<T>& grad, int64_t u) {
+  const int64_t bytes = row_bytes<T>(step.storage, dim);
+  prefetch_bytes(static_cast<const char*>(step.weight) + slot * bytes, bytes);
+  if (step.optimizer == Optimizer::kRowwiseAdagrad) {
+    __builtin_prefetch(step.moment1 + slot);
+  } else if (step.moment1) {
+    prefetch(step.moment1 + slot * dim, dim);
+    if (step.moment2) prefetch(step.moment2 + slot * dim, dim);
   }
-}
-
-// Adds the gradients of the indices [first, last) to the sums of their cached unique rows, those in
-// [begin, end), from 0 on. Read in the order of the indices: the output's gradient is the larger part.
-template <typename T>
-static void sum_cached_gradients(const PlanView& plan, const GradView<T>& grad, int64_t dim,
-                                 int64_t first, int64_t last, int64_t begin, int64_t end, T* sums) {
-  for (int64_t i = first; i < last; i++) {
-    const int64_t u = plan.inverse[i];
-    if (u < begin || u >= end) continue;
-    const T* from = grad.grad_output + grad.grad_at[i];
-    const T scale = grad.scale ? grad.scale[i] : T(1);
-    T* sum = sums + (u - begin) * dim;
-    if (plan.order[plan.row_starts[u]] == i) {
-      scaled<T, false>(from, scale, dim, sum);
-    } else {
-      scaled<T, true>(from, scale, dim, sum);
-    }
+  const int64_t begin = plan.row_starts[u], past = plan.row_starts[u + 1];
+  for (int64_t s = begin; s < past && s < begin + 4; s++) {
+    prefetch(grad.grad_output + grad.sorted_at[s], dim);
   }
 }
 
 template <typename T>
 static void step_rows(const CoreUpdate<T>& step, const CachedSlots& slots, int64_t dim,
-                      const PlanView& plan, int64_t begin, int64_t end, const T* grads) {
-  constexpr int64_t kAhead = 16;
+                      const PlanView& plan, const GradView<T>& grad, int64_t begin, int64_t end,
+                      T* scratch) {
+  constexpr int64_t kAhead = 8;
   const auto slot_of = [&](int64_t u) { return plan.row_keys[u] - slots.key_base; };
   CoreUpdate<T> row_step = step;
   for (int64_t u = begin; u < end; u++) {
-    if (u + kAhead < end) prefetch_step(step, slot_of(u + kAhead), dim);
+    if (u + kAhead < end) prefetch_step(step, slot_of(u + kAhead), dim, plan, grad, u + kAhead);
     const int64_t slot = slot_of(u);
     // A row is rounded alike in whatever slot it lies.
     if (step.is_stochastic) row_step.rounding_shift = (slots.ids[slot] - slot) * dim;
-    update(row_step, slot * dim, grads + (u - begin) * dim, 1, dim, dim);
+    update(row_step, slot * dim, row_gradient(plan, grad, u, dim, scratch), 1, dim, dim);
   }
 }
 

@@ -11,13 +11,11 @@ TT_INLINE const T* row_gradient(const PlanView& plan, const GradView<T>& grad, i
                                 int64_t dim, T* scratch) {
   constexpr int64_t kAhead = 8;
   const int64_t begin = plan.row_starts[u], end = plan.row_starts[u + 1];
-  if (end - begin == 1 && !grad.scale) return grad.grad_output + grad.grad_at[plan.order[begin]];
+  if (end - begin == 1 && !grad.scale) return grad.grad_output + grad.sorted_at[begin];
   for (int64_t s = begin; s < end; s++) {
-    if (s + 2 * kAhead < end) __builtin_prefetch(grad.grad_at + plan.order[s + 2 * kAhead]);
-    if (s + kAhead < end) prefetch(grad.grad_output + grad.grad_at[plan.order[s + kAhead]], dim);
-    const int64_t i = plan.order[s];
-    const T* from = grad.grad_output + grad.grad_at[i];
-    const T scale = grad.scale ? grad.scale[i] : T(1);
+    if (s + kAhead < end) prefetch(grad.grad_output + grad.sorted_at[s + kAhead], dim);
+    const T* from = grad.grad_output + grad.sorted_at[s];
+    const T scale = grad.scale ? grad.scale[plan.order[s]] : T(1);
     if (s == begin) {
       scaled<T, false>(from, scale, dim, scratch);
     } else {
@@ -33,7 +31,7 @@ static void weight_gradients(const PlanView& plan, const GradView<T>& grad, int6
                              int64_t dim) {
   for (int64_t s = plan.row_starts[u]; s < plan.row_starts[u + 1]; s++) {
     const int64_t i = plan.order[s];
-    const T* from = grad.grad_output + grad.grad_at[i];
+    const T* from = grad.grad_output + grad.sorted_at[s];
     T sum;
     dot_block<T, 1, 1, false>(row, dim, from, dim, dim, &sum, 1);
     grad.grad_weights[i] = grad.weight_scale ? grad.weight_scale[i] * sum : sum;

@@ -52,9 +52,9 @@ def workspace_bytes(
     - both others: offsets `8 (B + 1)`; the last core transposed, `4 m_last n_last r`, where
       `2 U >= m_last`; for 4 cores the heads and where to find them;
     - forward: rows `4 U D`, beside scratch for W workers or scales `4 N`;
-    - backward: an index's place `8 N`, scales `4 N`; `c` times the sums
-      `4 (m_head s_head + m_last n_last r + 2 s_mid)` (slice sizes; for 2 cores the heads once)
-      with a flag of a byte for each slice, and scratch for W workers.
+    - backward: where gradients lie, `16 N` at first and then `8 N`, scales `4 N`; `c` times the
+      sums `4 (m_head s_head + m_last n_last r + 2 s_mid)` (slice sizes; for 2 cores the heads
+      once) with a flag of a byte for each slice, and scratch for W workers.
 
     Args:
         shape: the table.
@@ -110,9 +110,10 @@ def workspace_bytes(
         forward=call + 4 * num_rows * shape.embedding_dim + max(forward_scratch, scales),
         backward=call
         + 8 * num_indices
-        + scales * (1 + has_weights_grad)
-        + sums
-        + max(backward_scratch, outer_grads),
+        + max(
+            8 * num_indices,
+            scales * (1 + has_weights_grad) + sums + max(backward_scratch, outer_grads),
+        ),
     )
 
 
