@@ -125,7 +125,6 @@ def take_turns(runs: dict[str, bench.Step], batches: list[bench.Batch]) -> dict[
 
 def refresh(*, measured: int = 2000) -> Iterator[Line]:
     """The fill and the refreshes of 2,000 steps on fresh batches; later ones cost as the last."""
-    torch.ones(7 * 2**20)  # once it has freed so much, glibc keeps memory, as beside a large layer
     for ratio in RATIOS:
         config = RowCacheConfig(load_factor=ratio)
         module = make_module(WIDE, config)
@@ -231,6 +230,7 @@ def main() -> None:
         parser.error(f"sections must be of {list(SECTIONS)}, got {sorted(unknown)}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    torch.ones(7 * 2**20)  # once it has freed so much, glibc keeps memory, as beside a large layer
     print(f"torch {torch.__version__}, {cpu_isa()}")
     records = []
     for name in args.sections or SECTIONS:
